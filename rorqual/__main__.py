@@ -1,0 +1,7 @@
+"""`python -m rorqual` is the command `rorqual`."""
+
+import sys
+
+from rorqual.cli.main import main
+
+sys.exit(main())

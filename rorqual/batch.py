@@ -1,0 +1,56 @@
+"""Batch: the flat tensors of one step; an argument of every model and layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class CacheView(NamedTuple):
+    """Where the batch's tokens live in one cache group."""
+
+    slot_mapping: torch.Tensor
+    """[num_tokens] int64: slot that each token writes, block * block_size + offset; -1 writes nothing."""
+    block_tables: torch.Tensor
+    """[num_seqs, max_blocks] int32: blocks of each sequence's context; entries that no query sees hold any valid block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Chunks of several sequences laid end to end: no batch dimension, no padding.
+
+    Sequence i owns the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which are the last ones of its context_lens[i]
+    tokens so far. Sequences with a single token come first, so that kernels may treat them together.
+    """
+
+    input_ids: torch.Tensor
+    """[num_tokens] int64."""
+    positions: torch.Tensor
+    """[num_tokens] int64: position of each token in its sequence."""
+    cu_seqlens_q: torch.Tensor
+    """[num_seqs + 1] int32: running sum of chunk lengths, from 0."""
+    context_lens: torch.Tensor
+    """[num_seqs] int32: keys that each sequence's last token sees, itself included."""
+    caches: tuple[CacheView, ...]
+    """One per cache group."""
+    logits_indices: torch.Tensor
+    """[num_rows] int64: tokens whose logits are wanted."""
+    query_lens: tuple[int, ...]
+    """Chunk lengths on the host, so that nothing has to wait for the device to learn a shape."""
+    context_lens_host: tuple[int, ...]
+    """context_lens on the host."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the batch."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_single_token_seqs(self) -> int:
+        """How many sequences, from the front, have one token."""
+        for i, length in enumerate(self.query_lens):
+            if length != 1:
+                return i
+        return len(self.query_lens)

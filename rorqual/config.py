@@ -1,0 +1,122 @@
+"""Every engine option and its default, once. Frozen; unknown keys are refused with the nearest right name. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """A sentence naming the closest allowed spelling, or all of them when nothing is close."""
+    names = sorted(allowed)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        return f"did you mean {close[0]!r}?"
+    return f"allowed: {', '.join(names)}"
+
+
+class StrictModel(BaseModel):
+    """A frozen pydantic model whose faults are one plain sentence each, raised as ValueError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ValueError("; ".join(self._sentence(e) for e in error.errors())) from None
+
+    @classmethod
+    def _sentence(cls, error: Any) -> str:
+        where = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            return f"unknown option {where!r}: {did_you_mean(where, cls.model_fields)}"
+        message = str(error["msg"]).removeprefix("Value error, ")
+        if not where:
+            return message
+        message = re.sub(r"^Input should be", "must be", message)
+        return f"{where} {message}, got {error['input']!r}"
+
+
+def _token_count(value: Any) -> Any:
+    """Read "32k" as 32,000 and "32K" as 32,768, as vLLM does."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value.strip())):
+        unit = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]]
+        return int(float(found[1]) * unit)
+    return value
+
+
+TokenCount = Annotated[int, BeforeValidator(_token_count), Field(ge=1)]
+
+
+class EngineConfig(StrictModel):
+    """What an engine is made of. "auto" and None are answered once, when the engine is built; see `Engine.resolved`."""
+
+    model: str = "smollm2"
+    """A folder, a .gguf file, a hub id, or a short name (`rorqual models` lists them)."""
+    tokenizer: str | None = None
+    """A folder, a .gguf file or a hub id to take the tokenizer from. Default: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    hf_overrides: dict[str, Any] = {}
+    """JSON object merged over the model's config.json."""
+    trust_remote_code: bool = False
+    """Accepted so that other engines' scripts run; Rorqual never runs code from a checkpoint."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """How to read weights; "dummy" makes seeded random ones at the config's full size."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and activations. auto: bfloat16 where the device computes in it natively, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. auto: cuda if there is a usable one, else cpu."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the KV cache. auto: the dtype of the activations."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share every layer."""
+    max_model_len: TokenCount | None = None
+    """Longest prompt plus output, in tokens. Default: the model's own, cut (and said so) to what the KV cache holds."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | None = None
+    """Sequences that run at once; more of them wait. Default: 256, or max_num_batched_tokens if that is less."""
+    max_num_batched_tokens: TokenCount | None = None
+    """Tokens computed per step. Default: 512 on CPU, 8192 on GPU, and never below max_num_seqs."""
+    long_prefill_token_threshold: TokenCount | None = None
+    """Most prompt tokens of one sequence per step. Default: all that is left, or half of it while other prompts wait."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens per KV block."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of equal prompt prefixes."""
+    kv_cache_memory: ByteSize | None = None
+    """Bytes for the KV cache, e.g. 4GiB. Default on CPU: half of what is free, at most 4 GiB."""
+    num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
+    """KV blocks per cache group; overrides kv_cache_memory."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory that this engine may fill. Not used on CPU: see kv_cache_memory."""
+    enforce_eager: bool = False
+    """Never use CUDA graphs. On CPU nothing is captured anyway."""
+    seed: int | None = None
+    """Makes requests without their own seed repeatable, by order of arrival. Default: different every time."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads. Default: the cores this process may use."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template. Default: the model's own."""
+    generation_config: str = "auto"
+    """Where default sampling parameters come from: "auto" (the model's generation_config.json), "vllm" (none), or a folder."""
+    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Most logprobs or prompt_logprobs that a request may ask for."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:  # every running sequence decodes each step
+            raise ValueError(
+                f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
+                "raise the first or lower the second"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}: "
+                "layers are ready for more ranks, the launcher is not"
+            )
+        return self

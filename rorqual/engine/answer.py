@@ -1,0 +1,83 @@
+"""Answer: one sequence's way from token ids to text, logprobs and an end. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from rorqual.outputs import CompletionOutput, FinishReason, Logprob
+from rorqual.sampling_params import SamplingParams
+from rorqual.sequence import Sequence
+from rorqual.tokenizer.stop_strings import StopStrings
+from rorqual.tokenizer.tokenizer import Tokenizer
+
+
+class Answer:
+    """Consumes the tokens of one sequence and decides when it ends."""
+
+    def __init__(
+        self,
+        seq: Sequence,
+        index: int,
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: SequenceOf[int],
+    ) -> None:
+        self.seq, self.params = seq, params
+        self.output = CompletionOutput(index)
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        self._stop = StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.output.finish_reason is not None
+
+    def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> str:
+        """Take one generated token; returns the text that became certain. Must not be called when finished."""
+        output = self.output
+        output.token_ids.append(token_id)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
+        is_stop_token = token_id in self._stop_token_ids
+        ends = is_stop_token or token_id in self._eos
+        text = ""
+        if self._detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+            text = self._match(self._detokenizer.push(token_id))
+        if self.finished:  # by a stop string
+            return text
+        if ends:
+            return text + self.end("stop", stop_reason=token_id if is_stop_token else None)
+        if self.seq.num_prompt_tokens + len(output.token_ids) >= self.seq.max_len:
+            return text + self.end("length")
+        return text
+
+    def end(
+        self, reason: FinishReason, *, stop_reason: int | None = None, error: str | None = None
+    ) -> str:
+        """End the answer; returns the text that was held back for a stop string or an incomplete character."""
+        text = self._match(self._detokenizer.finish()) if self._detokenizer is not None else ""
+        if not self.finished:
+            text += self._emit(self._stop.finish())
+            self.output.finish_reason, self.output.stop_reason, self.output.error = reason, stop_reason, error
+        return text
+
+    def _match(self, text: str) -> str:
+        """Pass text through the stop strings; those that min_tokens forbids to end the answer are let through."""
+        if len(self.output.token_ids) <= self.params.min_tokens:
+            return self._emit(text)
+        emitted, hit = self._stop.push(text)
+        if hit is not None:
+            self.output.finish_reason, self.output.stop_reason = "stop", hit
+        return self._emit(emitted)
+
+    def _emit(self, text: str) -> str:
+        self.output.text += text
+        return text

@@ -1,0 +1,416 @@
+"""Engine: requests in, tokens out. step() schedules, builds, runs, samples and updates."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+
+import torch
+
+from rorqual.cache.block_pool import BlockPool
+from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.config import EngineConfig
+from rorqual.engine.answer import Answer
+from rorqual.engine.batch_builder import build_batch
+from rorqual.engine.model_runner import ModelRunner
+from rorqual.engine.sampler import Sampler, SampleRow, TokenLogprobs, prompt_logprobs
+from rorqual.engine.scheduler import Scheduler
+from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
+from rorqual.loader.gguf import GGUFCheckpoint
+from rorqual.loader.json_file import read_json_object
+from rorqual.loader.source import resolve_model
+from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
+from rorqual.platform import describe_device, usable_cores
+from rorqual.sampling_params import SamplingParams
+from rorqual.sequence import Chunk, Sequence
+from rorqual.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Where the time of all steps went, in seconds by stage, and how much was done."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    """Computed tokens that were known before; recomputed ones count again."""
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    num_queried_tokens: int = 0
+    """Prompt tokens of sequences that looked into it."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    output: RequestOutput
+    answers: list[Answer]
+    params: SamplingParams
+    on_finish: Callable[[RequestOutput], None]
+
+
+class Engine:
+    """One model, its cache, and the requests that share them. Not thread-safe: one caller at a time."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        self.config = config
+        self.stats = StepStats()
+        self.start_seconds: dict[str, float] = {}
+        """Start-up time by stage."""
+        # The pool of torch's threads belongs to the process; every engine in it wants the same number.
+        if torch.get_num_threads() != (threads := config.threads or usable_cores()):
+            torch.set_num_threads(threads)
+        with self._start_stage("resolve"):
+            self.path = resolve_model(config.model, revision=config.revision)
+        with self._start_stage("open"):
+            checkpoint = open_checkpoint(self.path, load_format=config.load_format)
+        with self._start_stage("tokenizer"):
+            self.tokenizer = _load_tokenizer(config, checkpoint)
+        with self._start_stage("weights"):
+            self._runner = ModelRunner(config, checkpoint, progress=progress)
+        self.resolved = self._runner.resolved
+        self.generation_config = checkpoint.generation_config
+        self.eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
+        self.vocab_size = self._runner.model.vocab_size
+        pools = [
+            GroupPool(BlockPool(n), g.spec.sliding_window)
+            for g, n in zip(self.resolved.groups, self.resolved.num_blocks, strict=True)
+        ]
+        self.cache = CacheManager(
+            pools,
+            block_size=self.resolved.block_size,
+            enable_prefix_caching=self.resolved.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=self.resolved.max_num_batched_tokens,
+            max_num_seqs=self.resolved.max_num_seqs,
+            long_prefill_token_threshold=self.resolved.long_prefill_token_threshold,
+        )
+        self._sampler = Sampler(self.vocab_size)
+        self._requests: dict[str, _Request] = {}
+        self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
+        self._next_id = 0
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        cache_salt: str = "",
+        on_finish: Callable[[RequestOutput], None] = lambda _output: None,
+    ) -> str:
+        """Queue a request and return its id; `on_finish` is called once, with the whole output.
+
+        Raises ValueError, and changes nothing, when it can never be served: empty, ids outside the vocabulary, longer
+        than the context or the cache, sampling options that this model does not have.
+        """
+        ids = self._check_prompt(prompt_token_ids)
+        params.validate_for(self.vocab_size, self.config.max_logprobs)
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise ValueError("stop and bad_words need a tokenizer, and this model was loaded without one")
+        max_len = min(self.resolved.max_model_len, len(ids) + (params.max_tokens or self.resolved.max_model_len))
+        request_id = f"req-{self._next_id}"
+        seed = self._base_seed(params)
+        sequences = [
+            Sequence(
+                self._next_id + i,
+                list(ids),
+                len(ids),
+                max_len,
+                cache_salt=cache_salt,
+                reads_prefix_cache=params.prompt_logprobs is None,
+            )
+            for i in range(params.n)
+        ]
+        if why := self.scheduler.why_never_fits(sequences[0]):
+            raise ValueError(why)
+        eos = self.eos_token_ids
+        answers = [
+            Answer(seq, i, params, tokenizer=self.tokenizer, eos_token_ids=eos) for i, seq in enumerate(sequences)
+        ]
+        output = RequestOutput(
+            request_id, prompt, list(ids), [a.output for a in answers], RequestTimes(time.perf_counter())
+        )
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None] * len(ids)
+        request = _Request(output, answers, params, on_finish)
+        end_ids = [*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]
+        bad_words = self._bad_words(params)
+        for i, seq in enumerate(sequences):
+            self._sampler.add(
+                seq.seq_id,
+                params,
+                seed=(seed + i * _SEED_STRIDE) % 2**64,
+                prompt_token_ids=ids,
+                end_token_ids=end_ids,
+                bad_words=bad_words,
+            )
+            self.scheduler.add(seq)
+            self._answer_of[seq] = (request, answers[i])
+        self._requests[request_id] = request
+        self._next_id += params.n
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request's running answers with finish_reason "abort". Unknown or finished ids do nothing."""
+        if (request := self._requests.get(request_id)) is not None:
+            for answer in request.answers:
+                if not answer.finished:
+                    answer.end("abort")
+                    self._retire(request, answer)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
+
+    def _check_prompt(self, prompt_token_ids: SequenceOf[int]) -> list[int]:
+        ids = list(prompt_token_ids)
+        if not ids:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        for token in ids:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"prompt token {token!r} is out of vocabulary: ids are integers from 0 to {self.vocab_size - 1}"
+                )
+        if len(ids) >= self.resolved.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.resolved.max_model_len} (prompt and "
+                "output): shorten the prompt or raise --max-model-len"
+            )
+        return [int(token) for token in ids]
+
+    def _base_seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        if self.config.seed is not None:
+            return (self.config.seed * 0x9E3779B97F4A7C15 + self._next_id) % 2**64
+        return secrets.randbits(64)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word's tokens, at the start of a text and after a space."""
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            assert self.tokenizer is not None
+            for text in dict.fromkeys((word, " " + word.lstrip())):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StreamDelta]:
+        """Move every running sequence on; returns what each answer gained. An empty list when there is nothing to do."""
+        stats = self.stats
+        with stats.stage("schedule"):
+            chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        with stats.stage("build"):
+            wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
+            batch, rows = build_batch(
+                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device
+            )
+        with stats.stage("forward"):
+            logits = self._runner.run(batch)
+        with stats.stage("sample"):
+            sampled = self._sample(chunks, rows, logits)
+        with stats.stage("update"):
+            deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
+        stats.num_steps += 1
+        return deltas
+
+    def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
+        request, answer = self._answer_of[seq]
+        return request.output.prompt_logprobs is not None and answer.output.index == 0 and not answer.output.token_ids
+
+    def _sample(
+        self, chunks: list[Chunk], rows: list[range], logits: torch.Tensor
+    ) -> list[tuple[int, dict[int, Logprob] | None] | str | None]:
+        """Per chunk: the token and its logprobs; None if the chunk ends before its prompt does; or what went wrong."""
+        first_rows = [0]
+        for wanted in rows:
+            first_rows.append(first_rows[-1] + len(wanted))
+        for chunk, wanted, first in zip(chunks, rows, first_rows, strict=False):
+            if len(wanted) and self._wants_prompt_logprobs(chunk.seq):
+                self._record_prompt_logprobs(chunk.seq, wanted, logits[first : first + len(wanted)])
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+        results: list[tuple[int, dict[int, Logprob] | None] | str | None] = [None] * len(chunks)
+        if not sampling:
+            return results
+        last_rows = [first_rows[i + 1] - 1 for i in sampling]
+        if len(last_rows) != logits.shape[0]:
+            logits = logits[last_rows]
+        drawn = self._sampler.sample(
+            logits, [SampleRow(chunks[i].seq.seq_id, len(chunks[i].seq.token_ids)) for i in sampling]
+        )
+        for i, token, logprobs, failed in zip(sampling, drawn.token_ids, drawn.logprobs, drawn.failed, strict=True):
+            if failed:
+                results[i] = "the model gave no usable logits (NaN, or every token was forbidden)"
+            else:
+                results[i] = (token, self._named(logprobs) if logprobs is not None else None)
+        return results
+
+    def _record_prompt_logprobs(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
+        """The logits at position p are about the prompt token at p + 1."""
+        request, _ = self._answer_of[seq]
+        entries, num_top = request.output.prompt_logprobs, request.params.prompt_logprobs
+        assert entries is not None
+        assert num_top is not None
+        count = min(positions.stop, seq.num_prompt_tokens - 1) - positions.start
+        if count > 0:
+            targets = seq.token_ids[positions.start + 1 : positions.start + 1 + count]
+            found = prompt_logprobs(logits[:count], targets, num_top)
+            entries[positions.start + 1 : positions.start + 1 + count] = [self._named(entry) for entry in found]
+
+    def _named(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        return {
+            token: Logprob(logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else "")
+            for token, logprob, rank in zip(found.token_ids, found.logprobs, found.ranks, strict=True)
+        }
+
+    def _update(
+        self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str | None
+    ) -> StreamDelta | None:
+        """Record a computed chunk; returns what its answer gained, or None."""
+        seq = chunk.seq
+        request, answer = self._answer_of[seq]
+        times, output = request.output.times, answer.output
+        now = time.perf_counter()
+        if times.first_scheduled_s is None:
+            times.first_scheduled_s = now
+        if answer.output.index == 0 and not output.token_ids:
+            request.output.num_cached_tokens = seq.num_cached_tokens or 0
+        if seq.num_output_tokens == 0 and chunk.start == (seq.num_cached_tokens or 0) and not seq.num_preemptions:
+            self.stats.num_cached_tokens += seq.num_cached_tokens or 0
+            self.stats.num_queried_tokens += seq.num_prompt_tokens if seq.reads_prefix_cache else 0
+        if not (chunk.samples and seq.num_output_tokens):
+            self.stats.num_prompt_tokens += chunk.num_tokens
+        if sampled is None:
+            self.scheduler.advance(chunk, ())
+            return None
+        if isinstance(sampled, str):
+            text = answer.end("error", error=sampled)
+            new_ids, logprobs = [], None
+        else:
+            token, logprobs = sampled
+            if times.first_token_s is None:
+                times.first_token_s = now
+            text = answer.push(token, logprobs)
+            new_ids = [token]
+            self._sampler.accept(seq.seq_id, token)
+            self.scheduler.advance(chunk, new_ids)
+            self.stats.num_output_tokens += 1
+        if answer.finished:
+            self._retire(request, answer)
+        return StreamDelta(
+            request.output.request_id,
+            output.index,
+            text,
+            new_ids,
+            [logprobs] if logprobs is not None else None,
+            output.finish_reason,
+            output.stop_reason,
+            output.error,
+        )
+
+    def _retire(self, request: _Request, answer: Answer) -> None:
+        """Free what a finished answer holds, and close the request with its last one."""
+        self.scheduler.finish(answer.seq)
+        self._sampler.remove(answer.seq.seq_id)
+        del self._answer_of[answer.seq]
+        if request.output.finished:
+            request.output.times.finished_s = time.perf_counter()
+            del self._requests[request.output.request_id]
+            request.on_finish(request.output)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the model's authors recommend; which file says so is the option generation_config."""
+        if self.config.generation_config == "vllm":
+            return SamplingParams()
+        recommended = self.generation_config
+        if self.config.generation_config != "auto":
+            recommended = read_json_object(Path(self.config.generation_config) / "generation_config.json")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        options = {name: recommended[name] for name in names if recommended.get(name) is not None}
+        if recommended.get("do_sample") is False:
+            options["temperature"] = 0.0
+        return SamplingParams(**options)
+
+    # ---- about itself ------------------------------------------------------------------------------------------
+
+    def banner(self) -> str:
+        """What was started, for people: model, dtype, device, kernels, memory, time per stage."""
+        r, gib = self.resolved, 2**30
+        concurrency = r.num_kv_tokens / r.max_model_len
+        stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
+        return "\n".join(
+            (
+                f"model    {self.config.model} ({self.path})",
+                f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
+                f"weights  {r.weight_bytes / gib:.2f} GiB{' of random values' if self.config.load_format == 'dummy' else ''}",
+                f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
+                f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
+                f"start    {stages}",
+            )
+        )
+
+    @contextmanager
+    def _start_stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.start_seconds[name] = time.perf_counter() - start
+
+
+_SEED_STRIDE = 0xD1342543DE82EF95
+"""Distance between the seeds of a request's n answers: odd, so that all 2**64 are different."""
+
+
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The model's tokenizer, or another one's if asked for. None only for dummy weights without any."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot read the chat template {config.chat_template}: {error.strerror}") from None
+    if config.tokenizer is not None:
+        path = resolve_model(config.tokenizer)
+    else:
+        path = checkpoint.path
+        if isinstance(checkpoint, GGUFCheckpoint):
+            return Tokenizer.from_gguf(checkpoint.metadata, chat_template=template)
+    if path.is_dir():
+        if config.load_format == "dummy" and not (path / "tokenizer.json").exists():
+            return None
+        return Tokenizer.from_folder(path, chat_template=template)
+    return Tokenizer.from_gguf(GGUFCheckpoint(path).metadata, chat_template=template)
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends an answer: those of generation_config.json, config.json and the tokenizer together."""
+    found: dict[int, None] = {}
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        found.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+    found.update(dict.fromkeys(tokenizer.eos_token_ids if tokenizer else ()))
+    return tuple(found)

@@ -1,0 +1,231 @@
+"""Loads a model, sizes its cache from what the machine has, and runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from rorqual.batch import Batch
+from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
+from rorqual.cache.spec import GroupLayers, group_layers
+from rorqual.cache.storage import KVStorage
+from rorqual.config import EngineConfig
+from rorqual.distributed.mesh import Mesh
+from rorqual.layers.decoder import Placement
+from rorqual.loader.checkpoint import Checkpoint
+from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
+from rorqual.models.registry import Model, build_model, read_model_config
+from rorqual.ops.registry import load_backends
+from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
+
+_log = logging.getLogger(__name__)
+
+_AUTO_KV_BYTES_CPU = 4 << 30
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The answers to every "auto" of an EngineConfig, for one model on one machine."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int | None
+    block_size: int
+    enable_prefix_caching: bool
+    groups: tuple[GroupLayers, ...]
+    num_blocks: tuple[int, ...]
+    """Per cache group."""
+    weight_bytes: int
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return bytes_for_blocks(self.groups, self.num_blocks, block_size=self.block_size)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit the group with the most blocks."""
+        return max(self.num_blocks) * self.block_size
+
+
+class ModelRunner:
+    """The model with its weights and cache, on one rank."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:
+        hf_config = {**checkpoint.config, **config.hf_overrides}
+        self.resolved = resolve(config, hf_config)
+        resolved = self.resolved
+        load_backends("cpu")
+        place = Placement(
+            Mesh.single(), resolved.dtype, resolved.device, resolved.kv_cache_dtype, resolved.max_model_len
+        )
+        self.model = build_model(hf_config, place)
+        self._load(config, checkpoint, progress=progress)
+        self.kv = KVStorage(
+            resolved.groups, resolved.num_blocks, block_size=resolved.block_size, device=resolved.device
+        )
+
+    def _load(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:
+        assert isinstance(self.model, torch.nn.Module)
+        total = self.resolved.weight_bytes if config.load_format == "dummy" else checkpoint.size_bytes
+        with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
+            if config.load_format == "dummy":
+                fill_with_dummy_weights(self.model, seed=config.seed or 0, on_tensor=bar.update)
+            else:
+                load_weights(
+                    self.model,
+                    checkpoint,
+                    tied_tensors=self.model.tied_tensors,
+                    num_threads=torch.get_num_threads(),
+                    on_tensor=bar.update,
+                )
+        prepare_weights(self.model)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
+        hidden = self.model(batch, self.kv)
+        return self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
+
+
+def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfig:
+    """Answer every "auto". Raises ValueError, with the bytes and the flag to change, when the model cannot fit."""
+    device = pick_device(config.device)
+    dtype = _pick_dtype(config.dtype, device)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        512 if device.type == "cpu" else 8192, config.max_num_seqs or 0
+    )
+    max_num_seqs = config.max_num_seqs or min(256, max_num_batched_tokens)
+    trained_len = read_model_config(hf_config).max_position_embeddings
+    max_model_len = config.max_model_len or trained_len
+    if max_model_len > trained_len:
+        _log.warning("max_model_len %d is more than the %d tokens the model was made for", max_model_len, trained_len)
+    sketch = build_model(hf_config, Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1))
+    assert isinstance(sketch, torch.nn.Module)
+    weight_bytes = sum(p.numel() * p.element_size() for p in sketch.parameters())
+    groups = group_layers(sketch.kv_specs)
+    sizing = _Sizing(config, groups, device, weight_bytes, max_num_seqs, max_num_batched_tokens)
+    num_blocks = sizing.num_blocks()
+    if config.max_model_len is None:
+        max_model_len = sizing.longest_that_fits(num_blocks, max_model_len)
+    sizing.check(num_blocks, max_model_len)
+    return ResolvedConfig(
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        groups=groups,
+        num_blocks=tuple(num_blocks),
+        weight_bytes=weight_bytes,
+    )
+
+
+def _pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if native_bfloat16(device) else torch.float32
+    if wanted == "float16" and device.type == "cpu":
+        raise ValueError("dtype 'float16' is not for the CPU, which computes it slowly: use bfloat16 or float32")
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizing:
+    """From bytes to blocks, and the sentences for when there are too few."""
+
+    config: EngineConfig
+    groups: tuple[GroupLayers, ...]
+    device: torch.device
+    weight_bytes: int
+    max_num_seqs: int
+    max_chunk: int
+
+    def num_blocks(self) -> list[int]:
+        if self.config.num_kv_blocks is not None:
+            return [self.config.num_kv_blocks] * len(self.groups)
+        return plan_blocks(
+            self.groups,
+            max(0, self._budget()),
+            block_size=self.config.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_chunk=self.max_chunk,
+        )
+
+    def longest_that_fits(self, num_blocks: list[int], max_model_len: int) -> int:
+        """max_model_len, or less if the cache cannot hold one such sequence; said in the log."""
+        longest = min(max_model_len, min(num_blocks) * self.config.block_size + 1)
+        while longest > 1 and not self._fits(num_blocks, longest):
+            longest -= self.config.block_size  # windows: a few steps, as the other groups bound it
+        if 2 <= longest < max_model_len:
+            _log.warning(
+                "max_model_len is %d instead of the model's %d: the KV cache holds no more; %s allows more",
+                longest, max_model_len, self._flag(),
+            )  # fmt: skip
+        return longest
+
+    def check(self, num_blocks: list[int], max_model_len: int) -> None:
+        if max_model_len >= 2 and self._fits(num_blocks, max_model_len):
+            return
+        needed_blocks = self._needed(max(max_model_len, 2))
+        size = self.config.block_size
+        needed = bytes_for_blocks(self.groups, needed_blocks, block_size=size)
+        have = bytes_for_blocks(self.groups, num_blocks, block_size=size)
+        per_block = sum(group.bytes_per_block(size) for group in self.groups)
+        raise ValueError(
+            f"the KV cache cannot hold one sequence of {max(max_model_len, 2)} tokens: it needs {needed:,} bytes "
+            f"({max(needed_blocks)} blocks of {per_block:,} bytes) and gets {have:,} bytes ({min(num_blocks)} blocks); "
+            f"{self._memory()}; raise {self._flag()} or lower --max-model-len"
+        )
+
+    def _needed(self, max_model_len: int) -> list[int]:
+        return blocks_for_tokens(
+            self.groups, max_model_len, block_size=self.config.block_size, max_chunk=self.max_chunk
+        )
+
+    def _fits(self, num_blocks: list[int], max_model_len: int) -> bool:
+        return all(have >= need for have, need in zip(num_blocks, self._needed(max_model_len), strict=True))
+
+    def _budget(self) -> int:
+        """Bytes for the KV cache, now that the weights are not loaded yet."""
+        if self.config.kv_cache_memory is not None:
+            return int(self.config.kv_cache_memory)
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(total * self.config.gpu_memory_utilization) - (total - free) - self._prepared_weight_bytes()
+        return min(_AUTO_KV_BYTES_CPU, (available_memory() - self._prepared_weight_bytes()) // 2)
+
+    def _prepared_weight_bytes(self) -> int:
+        # Laying out the largest weights again takes some room beside them.
+        return self.weight_bytes + self.weight_bytes // 10
+
+    def _memory(self) -> str:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+        else:
+            free, total = available_memory(), total_memory()
+        return (
+            f"memory: {total:,} bytes in all, {free:,} available before loading, {self.weight_bytes:,} for the weights"
+        )
+
+    def _flag(self) -> str:
+        if self.config.num_kv_blocks is not None:
+            return "--num-kv-blocks"
+        if self.device.type == "cuda" and self.config.kv_cache_memory is None:
+            return "--gpu-memory-utilization"
+        return "--kv-cache-memory"

@@ -1,0 +1,174 @@
+"""The pre-norm decoder that Llama, Mistral and Qwen share: h += attention(norm(h)); h += mlp(norm(h))."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rorqual.batch import Batch
+from rorqual.cache.spec import KVSpec
+from rorqual.cache.storage import KVStorage
+from rorqual.distributed.mesh import Mesh
+from rorqual.layers.attention import Attention
+from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from rorqual.layers.layernorm import RMSNorm
+from rorqual.layers.linear import QKVParallelLinear, RowParallelLinear, heads_per_rank
+from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The shape of such a decoder, under the names of config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: keys that a query sees, itself included; None sees all."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each query and key head, before the rotary embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a model is built."""
+
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+    kv_cache_dtype: torch.dtype
+    max_model_len: int
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary embedding, and optional norms on query and key heads."""
+
+    def __init__(
+        self, config: DecoderConfig, place: Placement, layer: int, spec: KVSpec, rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        dtype, device = place.dtype, place.device
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim=config.head_dim,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            mesh=place.mesh,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            mesh=place.mesh,
+            bias=config.o_bias,
+            dtype=dtype,
+            device=device,
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype, device=device)
+        self.qk_norm = config.qk_norm
+        self.rotary = rotary
+        self.attn = Attention(layer, spec, scale=config.head_dim**-0.5)
+
+    def forward(self, x: torch.Tensor, batch: Batch, kv: KVStorage) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape."""
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        qk, v = self.qkv_proj(x).split((num_heads + num_kv_heads, num_kv_heads), dim=1)  # [num_tokens, heads, head_dim]
+        if self.qk_norm:
+            q, k = qk.split((num_heads, num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = self.rotary(qk, batch.positions).split((num_heads, num_kv_heads), dim=1)
+        return self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """One attention and one feed-forward block, each behind a norm, with the residual carried beside."""
+
+    def __init__(self, config: DecoderConfig, place: Placement, self_attn: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=place.dtype, device=place.device) for _ in "12"
+        )
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: KVStorage
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden, residual) of [num_tokens, hidden_size] whose sum is the stream -> the same, one layer on."""
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, batch, kv)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(
+        self, config: DecoderConfig, place: Placement, kv_specs: Sequence[KVSpec], make_mlp: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        dtype, device = place.dtype, place.device
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, mesh=place.mesh, dtype=dtype, device=device
+        )
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len=place.max_model_len, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, place, SelfAttention(config, place, i, spec, rotary), make_mlp(i))
+            for i, spec in enumerate(kv_specs)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
+
+    def forward(self, batch: Batch, kv: KVStorage) -> torch.Tensor:
+        """-> [num_tokens, hidden_size], normalised."""
+        hidden, residual = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch, kv)
+        return self.norm.add(hidden, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """A decoder with a language-model head. `make_mlp(layer)` builds each layer's feed-forward block."""
+
+    def __init__(self, config: DecoderConfig, place: Placement, make_mlp: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        _, num_kv_heads = heads_per_rank(config.num_attention_heads, config.num_key_value_heads, place.mesh)
+        self.kv_specs = [
+            KVSpec(num_kv_heads, config.head_dim, place.kv_cache_dtype, window) for window in config.sliding_windows
+        ]
+        self.model = Decoder(config, place, self.kv_specs, make_mlp)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
+            mesh=place.mesh,
+            dtype=place.dtype,
+            device=place.device,
+        )
+        self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        """Checkpoint names that may repeat another tensor."""
+
+    def forward(self, batch: Batch, kv: KVStorage) -> torch.Tensor:
+        """-> hidden states [num_tokens, hidden_size]; writes the batch's keys and values into kv."""
+        return self.model(batch, kv)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.lm_head(hidden)

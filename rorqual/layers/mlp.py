@@ -1,0 +1,35 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rorqual.distributed.mesh import Mesh
+from rorqual.layers.linear import ColumnParallelLinear, RowParallelLinear
+from rorqual.ops.silu_and_mul import silu_and_mul
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        mesh: Mesh,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, mesh=mesh, bias=bias, dtype=dtype, device=device)
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, mesh=mesh, bias=bias, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))

@@ -1,0 +1,48 @@
+"""The config.json keys that Llama, Mistral and Qwen spell alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rorqual.loader.config_reader import ConfigReader
+
+
+def read_decoder_keys(reader: ConfigReader, *, default_head_dim: int | None = None) -> dict[str, Any]:
+    """vocab_size to tie_word_embeddings. A missing head_dim is the default, or hidden_size / num_attention_heads."""
+    num_heads = reader.take("num_attention_heads", int)
+    hidden_size = reader.take("hidden_size", int)
+    num_kv_heads = reader.take("num_key_value_heads", int, None) or num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    reader.ignore("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")  # RopeParameters
+    return {
+        "vocab_size": reader.take("vocab_size", int),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": reader.take("num_hidden_layers", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": reader.take("head_dim", int, None) or default_head_dim or hidden_size // num_heads,
+        "rms_norm_eps": reader.take("rms_norm_eps", float, 1e-6),
+        "max_position_embeddings": reader.take("max_position_embeddings", int),
+        "tie_word_embeddings": reader.take("tie_word_embeddings", bool, False),
+    }
+
+
+def read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's sliding window per layer: layer_types if given, else the layers from max_window_layers on; None if unused."""
+    window = reader.take("sliding_window", int, None)
+    used = reader.take("use_sliding_window", bool, False)
+    first = reader.take("max_window_layers", int, num_layers)
+    layer_types = reader.take("layer_types", list, None)
+    if not used or window is None:
+        window = None
+    if layer_types is None:
+        return tuple(window if i >= first else None for i in range(num_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if unknown := [kind for kind in layer_types if kind not in known]:
+        raise ValueError(f"layer_types may hold {', '.join(known)}, got {unknown[0]!r}")
+    if len(layer_types) != num_layers:
+        raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    return tuple(known[kind] for kind in layer_types)

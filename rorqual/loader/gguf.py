@@ -1,0 +1,158 @@
+"""A GGUF file read as a Hugging Face checkpoint: its names, its row order, its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rorqual.loader.gguf_config import ROPE_FACTORS, generation_config, synthesise_config
+from rorqual.loader.gguf_dequantize import dequantize
+from rorqual.loader.gguf_file import GGUFFile, StoredType, TensorInfo, read_metadata
+
+__all__ = ["GGUFCheckpoint", "RawTensor", "read_metadata"]
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class RawTensor(NamedTuple):
+    """Stored bytes, uint8 [rows..., row bytes], rows in Hugging Face's order; their format; the shape of the values."""
+
+    data: np.ndarray
+    type: StoredType
+    shape: tuple[int, ...]
+
+
+class _Source(NamedTuple):
+    """Where a Hugging Face name's values lie."""
+
+    file: GGUFFile
+    info: TensorInfo
+    heads: int | None = None
+    """Un-permute the rows within this many heads."""
+    expert: int | None = None
+    """Take this slice of the first dimension."""
+
+
+class GGUFCheckpoint:
+    """A .gguf file (any part of a split one) under Hugging Face names. Safe to use from several threads.
+
+    Raises: ValueError naming file and tensor when the file is damaged, incomplete, or of an unknown architecture.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = _open_parts(path)
+        self.metadata: dict[str, Any] = files[0].metadata
+        """As `read_metadata` gives it."""
+        tensors = {name: info for file in files for name, info in file.tensors.items()}
+        if len(tensors) < sum(len(file.tensors) for file in files):
+            raise ValueError(f"{path}: two parts hold a tensor of the same name; fetch the model again")
+        self.size_bytes = sum(info.size_bytes for info in tensors.values())
+        factors = [float(v) for file in files if ROPE_FACTORS in file.tensors for v in _rope_factors(file)]
+        try:
+            self.config: dict[str, Any] = synthesise_config(self.metadata, tensors, rope_factors=factors or None)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        self.generation_config: dict[str, Any] = generation_config(self.metadata)
+        self._sources = {
+            name: source
+            for file in files
+            for info in file.tensors.values()
+            if info.name != ROPE_FACTORS
+            for name, source in self._places(file, info)
+        }
+
+    def names(self) -> Collection[str]:
+        """Every tensor's Hugging Face name; one that has none keeps its GGUF name."""
+        return self._sources.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor's values."""
+        source = self._sources[name]
+        return source.info.shape if source.expert is None else source.info.shape[1:]
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor's values on the CPU: F32, F16 and BF16 as stored (perhaps mapped), the rest as float32."""
+        raw = self.raw(name)
+        if raw.type.block_size > 1:
+            values = torch.from_numpy(dequantize(raw.data, raw.type))
+        else:
+            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[raw.type.name]
+            values = torch.from_numpy(raw.data.reshape(-1)).view(dtype)
+        return values.view(raw.shape)
+
+    def raw(self, name: str) -> RawTensor:
+        """A tensor as stored, for a computation that reads the format itself."""
+        source = self._sources[name]
+        data = source.file.bytes_of(source.info)
+        if source.expert is not None:
+            data = data[source.expert]
+        if source.heads is not None:
+            # The converter interleaved each head's two halves; rows move whole, so that blocks stay blocks.
+            data = data.reshape(source.info.shape[0], -1)
+            data = data.reshape(source.heads, -1, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        return RawTensor(data, source.info.type, self.shape(name))
+
+    def _places(self, file: GGUFFile, info: TensorInfo) -> list[tuple[str, _Source]]:
+        """The Hugging Face names that a stored tensor answers to."""
+        stem, _, kind = info.name.rpartition(".")
+        if stem in _TOP:
+            return [(f"{_TOP[stem]}.{kind}", _Source(file, info))]
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if found and found[2] in _LAYER:
+            name = f"model.layers.{found[1]}.{_LAYER[found[2]]}.{kind}"
+            return [(name, _Source(file, info, heads=self._permuted_heads(found[2])))]
+        if found and found[2] in _EXPERTS:
+            where = f"model.layers.{found[1]}.mlp.experts"
+            what = f"{_EXPERTS[found[2]]}.{kind}"
+            return [(f"{where}.{e}.{what}", _Source(file, info, expert=e)) for e in range(info.shape[0])]
+        return [(info.name, _Source(file, info))]
+
+    def _permuted_heads(self, stem: str) -> int | None:
+        """How many heads the converter permuted; only Llama's rotation pairs neighbours in GGUF."""
+        if self.metadata["general.architecture"] != "llama" or stem not in ("attn_q", "attn_k"):
+            return None
+        return int(self.config["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"])
+
+
+def _rope_factors(file: GGUFFile) -> np.ndarray:
+    info = file.tensors[ROPE_FACTORS]
+    if info.type.name != "F32" or len(info.shape) != 1:
+        raise ValueError(f"{file.path}: {ROPE_FACTORS} must be a row of F32, got {info.type.name} {info.shape}")
+    return file.bytes_of(info).view(np.float32)
+
+
+def _open_parts(path: Path) -> list[GGUFFile]:
+    """The file, or every part of the split model that it belongs to, in order."""
+    first = GGUFFile.open(path)
+    count = first.metadata.get("split.count", 1)
+    if count <= 1:
+        return [first]
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise ValueError(f"{path} is one of {count} parts and must be named like MODEL-00001-of-{count:05d}.gguf")
+    paths = [path.with_name(f"{name[1]}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    if missing := [part.name for part in paths if not part.is_file()]:
+        raise ValueError(f"{path} is one of {count} parts and these are missing beside it: {', '.join(missing)}")
+    return [first if part == path else GGUFFile.open(part) for part in paths]

@@ -1,0 +1,41 @@
+"""What a layer tells the loader: which checkpoint tensors it wants, and how this rank's part of each is copied in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class WantedTensor(NamedTuple):
+    """One checkpoint tensor that a layer needs."""
+
+    name: str
+    """Full name in the checkpoint."""
+    shape: tuple[int, ...]
+    """Its whole shape there, before any sharding."""
+    copy: Callable[[torch.Tensor], None]
+    """Copies this rank's part of the whole tensor into the layer."""
+
+
+class Layer(nn.Module):
+    """A module that owns weights. Parameters are allocated on construction and filled by the loader."""
+
+    def wanted(self, prefix: str) -> Iterator[WantedTensor]:
+        """The checkpoint tensors of this layer, whose place in the model is `prefix` ("model.layers.0.mlp.down_proj")."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Lay weights out for the kernels that read them; called once, when all are loaded."""
+
+
+def sibling(prefix: str, name: str) -> str:
+    """The checkpoint name of a module beside `prefix`: for layers that merge several of the checkpoint's."""
+    return f"{prefix.rpartition('.')[0]}.{name}" if "." in prefix else name
+
+
+def weight_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter that needs no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

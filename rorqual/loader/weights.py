@@ -1,0 +1,102 @@
+"""Joins a checkpoint to a model: every tensor that a layer wants, none left over, each copied in once."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from rorqual.loader.layer import Layer, WantedTensor
+from rorqual.loader.checkpoint import Checkpoint
+from rorqual.loader.dummy import fill_dummy
+
+_log = logging.getLogger(__name__)
+
+_RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Tables that old checkpoints store although they follow from the config."""
+_SHOWN = 8
+
+
+def wanted_tensors(model: nn.Module) -> dict[str, WantedTensor]:
+    """Every checkpoint tensor that the model's layers want, by name."""
+    found: dict[str, WantedTensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Layer):
+            for tensor in module.wanted(prefix):
+                assert tensor.name not in found, f"two layers want {tensor.name}"
+                found[tensor.name] = tensor
+    return found
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    tied_tensors: Mapping[str, str],
+    num_threads: int,
+    on_tensor: Callable[[int], None] = lambda _bytes: None,
+) -> None:
+    """Fill the model from the checkpoint. `on_tensor` is told the bytes of each tensor that is done.
+
+    Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name.
+    """
+    wanted = wanted_tensors(model)
+    names = set(checkpoint.names())
+    _check_names(wanted.keys(), names, tied_tensors)
+    for name, tensor in wanted.items():
+        if (shape := checkpoint.shape(name)) != tensor.shape:
+            raise ValueError(
+                f"tensor {name} has shape {list(shape)} in {checkpoint.path}, and the config wants {list(tensor.shape)}: "
+                "checkpoint and config.json do not belong together"
+            )
+    _warn_untied(checkpoint, names, tied_tensors)
+
+    def copy(tensor: WantedTensor) -> int:
+        loaded = checkpoint.load(tensor.name)
+        tensor.copy(loaded)
+        return loaded.numel() * loaded.element_size()
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        for num_bytes in pool.map(copy, wanted.values()):
+            on_tensor(num_bytes)
+
+
+def fill_with_dummy_weights(
+    model: nn.Module, *, seed: int, on_tensor: Callable[[int], None] = lambda _bytes: None
+) -> None:
+    """Seeded random weights for every parameter, made where the parameter lives."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            fill_dummy(parameter.data, name, seed=seed)
+            on_tensor(parameter.numel() * parameter.element_size())
+
+
+def prepare_weights(model: nn.Module) -> None:
+    """Let every layer lay its weights out for the kernels of this device."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.prepare()
+
+
+def _check_names(wanted: Iterable[str], names: set[str], tied_tensors: Mapping[str, str]) -> None:
+    wanted = set(wanted)
+    missing = sorted(wanted - names)
+    left_over = sorted(n for n in names - wanted if n not in tied_tensors and not _RECOMPUTED.search(n))
+    if missing or left_over:
+        faults = [_listed(what, found) for what, found in (("missing", missing), ("left over", left_over)) if found]
+        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(faults)}")
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _warn_untied(checkpoint: Checkpoint, names: set[str], tied_tensors: Mapping[str, str]) -> None:
+    for name, source in tied_tensors.items():
+        if name in names and not torch.equal(checkpoint.load(name), checkpoint.load(source)):
+            _log.warning("%s differs from %s, but the config ties them: using %s", name, source, source)

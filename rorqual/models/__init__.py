@@ -1,0 +1,1 @@
+"""One file per architecture, named as transformers' model_type."""

@@ -1,0 +1,47 @@
+"""Attention of a flat batch over the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from rorqual.batch import Batch
+from rorqual.ops.registry import op
+
+
+@op
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    batch: Batch,
+    block_tables: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v for every token, over the keys of its own sequence up to and including itself.
+
+    query [num_tokens, num_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] that already hold
+    this batch's keys; block_tables [num_seqs, max_blocks] int32. Query head h reads KV head h // (num_heads /
+    num_kv_heads). With a sliding window a query sees the last `sliding_window` keys, itself included. Scores and
+    softmax in float32. Returns query's shape and dtype.
+    """
+    num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[2], key_cache.shape[1]
+    outputs = []
+    for i, (chunk, context) in enumerate(zip(query.split(batch.query_lens), batch.context_lens_host, strict=True)):
+        first = 0 if sliding_window is None else max(0, context - len(chunk) - sliding_window + 1) // block_size
+        blocks = block_tables[i, first : -(-context // block_size)].long()
+        start = first * block_size
+        keys = key_cache[blocks].flatten(0, 1)[: context - start].float()  # [num_keys, num_kv_heads, head_dim]
+        values = value_cache[blocks].flatten(0, 1)[: context - start].float()
+        keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
+        values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", chunk.float(), keys) * scale
+        at = torch.arange(start, context, device=query.device)
+        position = torch.arange(context - len(chunk), context, device=query.device)[:, None]
+        hidden = at > position
+        if sliding_window is not None:
+            hidden |= at <= position - sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(outputs).to(query.dtype)

@@ -1,0 +1,29 @@
+"""Write new keys and values into their slots of the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from rorqual.ops.registry import op
+
+
+@op
+def store_kvcache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """cache[slot // block_size, slot % block_size] = row, for every token whose slot is not -1.
+
+    key, value [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] with any
+    strides, written in place; slot_mapping [num_tokens] int64.
+    """
+    if bool((slot_mapping < 0).any()):
+        kept = (slot_mapping >= 0).nonzero().squeeze(1)
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    block_size = key_cache.shape[1]
+    where = (slot_mapping // block_size, slot_mapping % block_size)
+    key_cache.index_put_(where, key.to(key_cache.dtype))
+    value_cache.index_put_(where, value.to(value_cache.dtype))

@@ -1,0 +1,119 @@
+"""What this machine is: cores, memory, instruction sets, devices, and the dtypes they compute in. No torch at import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags as Linux names them ("avx2", "avx512_vnni", "amx_bf16"); empty where unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: the affinity mask, cut by a cgroup CPU quota. At least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota = cgroup_cpu_quota()
+    return max(1, min(cores, int(quota + 0.5) if quota else cores))
+
+
+def cgroup_cpu_quota() -> float | None:
+    """Cores' worth of time that the cgroup grants, or None without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((_CGROUP / "cpu/cpu.cfs_quota_us").read_text())
+        return None if quota_us <= 0 else quota_us / int((_CGROUP / "cpu/cpu.cfs_period_us").read_text())
+    return None
+
+
+def memory_limit() -> int | None:
+    """Bytes that the cgroup grants, or None without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((_CGROUP / name).read_text())
+            return limit if limit < 1 << 60 else None
+    return None
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, cgroup limit included."""
+    free = _memory_available()
+    limit = memory_limit()
+    return free if limit is None else max(0, min(free, limit - _cgroup_memory_used()))
+
+
+def total_memory() -> int:
+    """Bytes of memory in the machine, or what the cgroup grants if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, memory_limit() or total)
+
+
+def _memory_available() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return total_memory()
+
+
+def _cgroup_memory_used() -> int:
+    """Bytes charged to the cgroup, without file pages that the kernel can drop."""
+    for used_name, stat_name, key in (
+        ("memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            used = int((_CGROUP / used_name).read_text())
+            stat = dict(line.split() for line in (_CGROUP / stat_name).read_text().splitlines())
+            return used - int(stat.get(key, 0))
+    return 0
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Answer --device: "auto" is a usable CUDA device, else the CPU. Raises ValueError when cuda is asked for in vain."""
+    import torch
+
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted == "cuda":
+        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu or check the driver")
+    return torch.device("cpu")
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices in hardware."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def describe_device(device: torch.device) -> str:
+    """One line for people: the device and what matters about it."""
+    import torch
+
+    if device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{torch.cuda.get_device_name(device)} ({gib:.0f} GiB)"
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+    flags = [flag for flag in wanted if flag in cpu_flags()]
+    return f"cpu ({torch.get_num_threads()} threads; {' '.join(flags) or 'no SIMD flags known'})"

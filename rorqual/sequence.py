@@ -1,0 +1,66 @@
+"""Sequence: one running answer's tokens, counts and blocks. No torch."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rorqual.cache.prefix import PrefixNode
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what was generated after it. There is no state machine: the counts say what is left to do."""
+
+    seq_id: int
+    token_ids: list[int]
+    """Prompt, then accepted output."""
+    num_prompt_tokens: int
+    max_len: int
+    """Prompt plus output may reach this many tokens."""
+    cache_salt: str = ""
+    """Prefix-cache blocks are shared only among sequences with equal salts."""
+    reads_prefix_cache: bool = True
+    """False recomputes the whole prompt, for requests that need the logits of every prompt token."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guessed continuation, to be verified by the next step."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is in the cache."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when it was first admitted; None before that."""
+    num_preemptions: int = 0
+    block_tables: list[array[int]] = field(default_factory=list)
+    """Per cache group, the block of each block_size tokens; -1 where a sliding window has passed. Empty when not admitted."""
+    prefix: list[PrefixNode] = field(default_factory=list)
+    """The name of each full block of token_ids, as far as they were needed."""
+    num_published_blocks: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are known but not computed: 1 while it decodes, more while it works through a prompt."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+class Chunk(NamedTuple):
+    """The tokens [start, stop) of one sequence to compute in a step; drafts count as tokens behind token_ids."""
+
+    seq: Sequence
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it computes."""
+        return self.stop - self.start
+
+    @property
+    def samples(self) -> bool:
+        """Whether it reaches the end of the known tokens, so that its logits yield new ones."""
+        return self.stop >= len(self.seq.token_ids)

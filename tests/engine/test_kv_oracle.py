@@ -1,0 +1,155 @@
+"""The KV oracle: a fake model that can only read what was written to the paged cache.
+
+Each slot stores the exact token prefix it was computed from. The model re-reads every slot that its query may see
+through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. So
+equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection together.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rorqual.cache.block_pool import BlockPool
+from rorqual.cache.manager import PASSED, CacheManager, GroupPool
+from rorqual.engine.scheduler import Scheduler
+from rorqual.sequence import Chunk, Sequence
+
+VOCAB = 3
+
+
+def next_token(prefix: tuple[int, ...], salt: str) -> int:
+    return random.Random(repr((prefix, salt))).randrange(VOCAB)
+
+
+def plain_generate(prompt: list[int], max_len: int, salt: str) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < max_len:
+        tokens.append(next_token(tuple(tokens), salt))
+    return tokens
+
+
+class PagedModel:
+    """Writes (salt, token prefix) into slots, one dictionary per cache group, and reads them back."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self.cache = cache
+        self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [{} for _ in cache.groups]
+
+    def run(self, chunk: Chunk) -> list[int]:
+        seq, size = chunk.seq, self.cache.block_size
+        text = seq.token_ids + seq.draft_token_ids
+        for group, table, slots in zip(self.cache.groups, seq.block_tables, self.slots, strict=True):
+            for i in range(chunk.start, chunk.stop):
+                assert table[i // size] != PASSED
+                slots[table[i // size], i % size] = (seq.cache_salt, tuple(text[: i + 1]))
+            for query in range(chunk.start, chunk.stop):
+                first = 0 if group.sliding_window is None else max(0, query - group.sliding_window + 1)
+                for i in range(first, query + 1):
+                    found = slots.get((table[i // size], i % size))
+                    assert found == (seq.cache_salt, tuple(text[: i + 1])), "stale or foreign KV"
+        accepted: list[int] = []
+        if chunk.samples:
+            for i in range(len(seq.token_ids), chunk.stop + 1):
+                accepted.append(next_token(tuple(text[:i]), seq.cache_salt))
+                if i == chunk.stop or accepted[-1] != text[i]:
+                    break
+        return accepted[: seq.max_len - len(seq.token_ids)]
+
+
+def guess(seq: Sequence, rng: random.Random) -> list[int]:
+    """A proposer that is right about half of the time."""
+    truth = plain_generate(seq.token_ids, len(seq.token_ids) + 3, seq.cache_salt)[len(seq.token_ids) :]
+    return [t if rng.random() < 0.7 else (t + 1) % VOCAB for t in truth][: rng.randint(0, 3)]
+
+
+workloads = {
+    "prompts": st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14), min_size=1, max_size=7),
+    "block_size": st.integers(1, 4),
+    "spare_blocks": st.integers(0, 12),
+    "max_num_batched_tokens": st.integers(1, 9),
+    "max_num_seqs": st.integers(1, 5),
+    "threshold": st.sampled_from([None, None, 1, 2, 5]),
+    "windows": st.sampled_from([[None], [None], [1], [4], [None, 3], [5, None, 2]]),
+    "enable_prefix_caching": st.booleans(),
+    "seed": st.integers(0, 2**16),
+}
+
+
+def run_workload(
+    prompts: list[list[int]],
+    block_size: int,
+    spare_blocks: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    threshold: int | None,
+    windows: list[int | None],
+    enable_prefix_caching: bool,
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    longest = max(map(len, prompts)) + 6
+    num_blocks = -(-longest // block_size) + 1 + spare_blocks
+    cache = CacheManager(
+        [GroupPool(BlockPool(num_blocks), window) for window in windows],
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    scheduler = Scheduler(
+        cache,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+        long_prefill_token_threshold=threshold,
+    )
+    seqs = [
+        Sequence(
+            i,
+            list(prompt),
+            len(prompt),
+            len(prompt) + rng.randint(1, 6),
+            cache_salt=rng.choice(["", "", "other"]),
+            reads_prefix_cache=rng.random() < 0.9,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    want = {s.seq_id: plain_generate(s.token_ids, s.max_len, s.cache_salt) for s in seqs}
+    model, pending, aborted = PagedModel(cache), list(seqs), set()
+    for _ in range(4000):
+        if pending and rng.random() < 0.5:
+            assert scheduler.why_never_fits(pending[0]) is None
+            scheduler.add(pending.pop(0))
+        if scheduler.has_work and rng.random() < 0.02:
+            seq = rng.choice([*scheduler.running, *scheduler.waiting])
+            scheduler.finish(seq)
+            aborted.add(seq.seq_id)
+        for seq in scheduler.running:
+            if seq.num_pending_tokens == 1 and rng.random() < 0.5:
+                seq.draft_token_ids = guess(seq, rng)
+        decoding = {s for s in scheduler.running if s.num_pending_tokens == 1}
+        chunks = scheduler.schedule()
+        assert bool(chunks) == scheduler.has_work, "a step without progress would spin"
+        assert all(c.stop > c.start == c.seq.num_computed_tokens for c in chunks)
+        assert sum(c.num_tokens for c in chunks) <= max_num_batched_tokens
+        assert decoding & set(scheduler.running) <= {c.seq for c in chunks}, "a decoding sequence got no token"
+        for chunk in chunks:
+            if threshold is not None and chunk.start + 1 < len(chunk.seq.token_ids):
+                assert chunk.num_tokens <= threshold
+        results = [model.run(chunk) for chunk in chunks]
+        for chunk, new in zip(chunks, results, strict=True):
+            scheduler.advance(chunk, new)
+            if len(chunk.seq.token_ids) == chunk.seq.max_len:
+                scheduler.finish(chunk.seq)
+        scheduler.check()
+        if not pending and not scheduler.has_work:
+            break
+    done = {s.seq_id: s.token_ids for s in seqs if s.seq_id not in aborted}
+    assert done == {i: want[i] for i in done}
+    assert all(group.pool.num_free == group.pool.num_blocks for group in cache.groups)
+
+
+@settings(max_examples=600, deadline=None)
+@given(**workloads)
+def test_engine_equals_plain_loop(**workload):
+    run_workload(**workload)
