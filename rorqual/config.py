@@ -59,6 +59,8 @@ class EngineConfig(StrictModel):
     """A folder, a .gguf file, a hub id, or a short name (`rorqual models` lists them)."""
     tokenizer: str | None = None
     """A folder, a .gguf file or a hub id to take the tokenizer from. Default: the model's own."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts and answers are token ids."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     hf_overrides: dict[str, Any] = {}

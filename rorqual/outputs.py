@@ -87,7 +87,8 @@ class RequestOutput:
         return getattr(self, key)
 
 
-class StreamDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
     """What one step added to one answer of a streamed request."""
 
     request_id: str

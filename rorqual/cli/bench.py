@@ -52,11 +52,9 @@ class Workload(NamedTuple):
 def draw_workload(
     *, num_seqs: int, input_len: tuple[int, int], output_len: tuple[int, int], vocab_size: int, seed: int
 ) -> Workload:
-    """The same workload for the same arguments, drawn in nano-vLLM's order: each prompt's length and ids, then outputs."""
+    """The same for the same arguments, in nano-vLLM's order: length and ids of each prompt, then output lengths."""
     draw = random.Random(seed)
-    prompts = [
-        [draw.randint(0, vocab_size - 1) for _ in range(draw.randint(*input_len))] for _ in range(num_seqs)
-    ]
+    prompts = [[draw.randint(0, vocab_size - 1) for _ in range(draw.randint(*input_len))] for _ in range(num_seqs)]
     return Workload(prompts, [draw.randint(*output_len) for _ in range(num_seqs)])
 
 
@@ -86,7 +84,7 @@ def run(settings: Settings) -> int:
             num_seqs=options.num_seqs,
             input_len=input_len,
             output_len=output_len,
-            vocab_size=llm.get_tokenizer().vocab_size,
+            vocab_size=llm.engine.vocab_size,
             seed=seed,
         )
         result = measure(llm, load, options, seed=seed)
@@ -104,15 +102,15 @@ def measure(llm: LLM, load: Workload, options: ThroughputOptions, *, seed: int) 
         SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=length, seed=seed + number)
         for number, length in enumerate(load.output_lens)
     ]
-    before = _stages(llm)
-    steps, tokens = llm.engine.stats.num_steps, llm.engine.stats.num_tokens
+    before = _Counts.of(llm)
     started = time.perf_counter()
     outputs = llm.generate(load.prompts, params, use_tqdm=not options.quiet)
     elapsed = time.perf_counter() - started
     _check_complete(outputs, load)
-    seconds = {stage: total - before.get(stage, 0.0) for stage, total in _stages(llm).items()}
+    after = _Counts.of(llm)
+    seconds = {stage: total - before.stage_s.get(stage, 0.0) for stage, total in after.stage_s.items()}
     seconds["other"] = max(0.0, elapsed - sum(seconds.values()))
-    steps, tokens = llm.engine.stats.num_steps - steps, llm.engine.stats.num_tokens - tokens
+    steps = after.steps - before.steps
     prompt_tokens, output_tokens = sum(map(len, load.prompts)), sum(load.output_lens)
     return {
         "total_s": elapsed,
@@ -122,7 +120,7 @@ def measure(llm: LLM, load: Workload, options: ThroughputOptions, *, seed: int) 
         "prompt_tokens_per_s": prompt_tokens / elapsed,
         "output_tokens_per_s": output_tokens / elapsed,
         "num_steps": steps,
-        "mean_tokens_per_step": tokens / max(1, steps),
+        "mean_tokens_per_step": (after.tokens - before.tokens - len(load.prompts)) / max(1, steps),
         "stage_s": seconds,
     }
 
@@ -144,12 +142,22 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _stages(llm: LLM) -> dict[str, float]:
-    return dict(llm.engine.stats.seconds)
+class _Counts(NamedTuple):
+    """The engine's running totals."""
+
+    stage_s: dict[str, float]
+    steps: int
+    tokens: int
+    """Prompt and output, with each request's first output token, which its prompt's last step gave for free."""
+
+    @classmethod
+    def of(cls, llm: LLM) -> _Counts:
+        stats = llm.engine.stats
+        return cls(dict(stats.seconds), stats.num_steps, stats.num_prompt_tokens + stats.num_output_tokens)
 
 
 def _check_fits(llm: LLM, input_len: tuple[int, int], output_len: tuple[int, int]) -> None:
-    longest, limit = input_len[1] + output_len[1], llm.engine.max_model_len
+    longest, limit = input_len[1] + output_len[1], llm.engine.resolved.max_model_len
     if longest > limit:
         raise ValueError(
             f"--input-len up to {input_len[1]} and --output-len up to {output_len[1]} make {longest} tokens, "
@@ -179,9 +187,10 @@ def _write(path: str, result: dict[str, Any]) -> None:
     from rorqual.cli.collect_env import environment
 
     target = Path(path).expanduser()
+    text = json.dumps({"benchmark": "throughput", **result, "environment": environment()}, indent=2)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({"benchmark": "throughput", **result, "environment": environment()}, indent=2) + "\n")
+        target.write_text(text + "\n")
     except OSError as error:
         raise ValueError(f"cannot write --json-out {path}: {error}") from None
 

@@ -51,7 +51,7 @@ def run(settings: Settings) -> int:
 
 
 def _lines(*, prompt: str) -> Iterator[str]:
-    """What the person types, line by line; Ctrl-C drops the line, Ctrl-D ends. Undecorated when stdin is no terminal."""
+    """What the person types; Ctrl-C drops the line, Ctrl-D ends. There is no prompt when stdin is no terminal."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\n")

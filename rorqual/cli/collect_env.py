@@ -10,6 +10,7 @@ import os
 import platform as python_platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,30 @@ from rorqual.cli.command import Command
 from rorqual.cli.settings import Settings
 from rorqual.config import StrictModel
 
-_PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "pydantic", "huggingface_hub", "transformers", "triton")
-_ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "bf16")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "pydantic",
+    "huggingface_hub",
+    "transformers",
+    "triton",
+)
+_ISA = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+)
 _VARIABLES = ("RORQUAL_", "HF_", "OMP_", "KMP_", "MKL_", "GOMP_", "CUDA_", "TORCH_", "LD_PRELOAD", "TRANSFORMERS_")
 _SECRET_ENDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
@@ -61,8 +84,13 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Python's version and those of the packages that matter; None where one is not installed."""
-    found: dict[str, str | None] = {"python": python_platform.python_version()}
-    for name in _PACKAGES:
+    return {"python": python_platform.python_version()} | package_versions(_PACKAGES)
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of each package, or None; nothing is imported."""
+    found: dict[str, str | None] = {}
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

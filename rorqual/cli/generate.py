@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GenerateOptions(StrictModel):
     """What `rorqual generate` itself takes."""
 
-    prompt_file: list[str] = []
+    prompt_file: tuple[str, ...] = ()
     """A file that is one prompt, without its last line break; "-" is standard input. Can be repeated."""
     chat: bool = False
     """Put each prompt into the model's chat template, as a user's message. Default: complete the text as it stands."""
@@ -98,7 +98,7 @@ def _stream_one(llm: LLM, prompt: str, params: SamplingParams, options: Generate
         sys.stdout.write("\n")
     sys.stdout.flush()
     if not options.quiet:
-        timing = _timing(len(ids), count, None, started, first, last)
+        timing = _timing(len(ids), count, None, arrival=started, first=first, last=last)
         print(_summary(timing, reason), file=sys.stderr)
     return _report_fault(fault)
 
@@ -142,7 +142,7 @@ def _report_fault(fault: str | None) -> int:
 
 
 def _timing(
-    prompt_tokens: int, new: int, cached: int | None, arrival: float, first: float | None, last: float | None
+    prompt_tokens: int, new: int, cached: int | None, *, arrival: float, first: float | None, last: float | None
 ) -> Timing:
     decode_s = (last or 0.0) - (first or 0.0)
     return Timing(
@@ -160,9 +160,9 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         len(output.prompt_token_ids),
         len(output.token_ids),
         output.num_cached_tokens,
-        times.arrival_s,
-        times.first_token_s,
-        times.finished_s,
+        arrival=times.arrival_s,
+        first=times.first_token_s,
+        last=times.finished_s,
     )
     answer = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
     return answer | timing._asdict() | {"error": output.outputs[0].error}

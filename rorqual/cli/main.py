@@ -21,7 +21,8 @@ EXIT_BROKEN_PIPE = 128 + 13  # and SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return the exit code.
 
-    0 is success, 2 a mistake that one line on stderr explains, 130 Ctrl-C; --debug or RORQUAL_DEBUG=1 adds the traceback.
+    0 is success, 1 a failed request, 2 a mistake that one line on stderr explains, 130 Ctrl-C. --debug and
+    RORQUAL_DEBUG=1 show the traceback of a mistake.
     """
     typed = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in typed or os.environ.get("RORQUAL_DEBUG", "0") not in ("", "0")
@@ -44,8 +45,9 @@ def commands() -> dict[tuple[str, ...], Command]:
     """Every command by its words, in the order of --help."""
     from rorqual.cli import bench, chat, collect_env, generate, models, ops
 
-    made = (generate.COMMAND, chat.COMMAND, models.LIST, models.PULL, bench.THROUGHPUT, ops.COMMAND, collect_env.COMMAND)
-    return {command.words: command for command in made}
+    talk = (generate.COMMAND, chat.COMMAND, models.LIST, models.PULL)
+    look = (bench.THROUGHPUT, ops.COMMAND, collect_env.COMMAND)
+    return {command.words: command for command in (*talk, *look)}
 
 
 def _run(typed: list[str]) -> int:

@@ -50,10 +50,14 @@ SAMPLING_NOT_FLAGS = frozenset({"n", "seed", "logprobs", "prompt_logprobs", "det
 """Sampling fields without a flag: `--seed` is the engine's, which seeds every request; the others ask for results that
 the commands do not show."""
 
+_RECOMMENDED = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+"""Sampling fields that a model's generation config may set."""
+
 _GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         "model",
         "tokenizer",
+        "skip_tokenizer_init",
         "revision",
         "hf_overrides",
         "trust_remote_code",
@@ -132,6 +136,8 @@ def _option(model: type[StrictModel], name: str) -> Option:
     item = _kind([inner for t in types_ for inner in _plain_types(*get_args(t))]) if kind == "list" else kind
     choices = tuple(str(value) for t in types_ if get_origin(t) is Literal for value in get_args(t))
     text = " ".join((field.description or "").split())
+    if kind == "list" and "repeated" not in text:
+        text = f"{text} Can be repeated."
     if "default" not in text.lower() and (default := _default_shown(model, name, field.default)):
         text = f"{text} (default: {default})"
     return Option(model, name, kind, item, choices, text, on, off)
@@ -141,8 +147,8 @@ def _default_shown(model: type[StrictModel], name: str, default: Any) -> str:
     """What --help says is used when nobody sets the field; empty where its docstring says it all."""
     if default is None or default is False or default in ({}, ()):
         return ""
-    if model.__name__ == "SamplingParams":  # see command.sampling_params
-        return f"the model's own, else {'0' if name == 'temperature' else default}"
+    if model.__name__ == "SamplingParams" and name in _RECOMMENDED:
+        return f"the model's own, else {0 if name == 'temperature' else default}"  # see command.sampling_params
     return "on" if default is True else str(default)
 
 
@@ -181,11 +187,9 @@ class _Keep(argparse.Action):
 
     def __call__(self, _parser: Any, found: argparse.Namespace, typed: Any, spelling: str | None = None) -> None:
         option, origin = self.option, spelling or self.option.flags[0]
-        value: Any
-        if option.kind == "bool":
-            value = origin not in option.off_flags
-        else:
-            value = from_text(option, typed, origin=origin)
+        value: Any = (
+            origin not in option.off_flags if option.kind == "bool" else from_text(option, typed, origin=origin)
+        )
         if option.kind == "list":
             value = [*getattr(found, self.dest, Setting([], origin)).value, *value]
         setattr(found, self.dest, Setting(value, origin))

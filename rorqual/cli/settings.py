@@ -45,8 +45,8 @@ class Settings:
                 model(**{name: setting.value})
             except ValueError as error:
                 said = str(error)
-                blamed = setting.origin + said.removeprefix(name) if said.startswith(name) else f"{setting.origin}: {said}"
-                raise ValueError(blamed) from None
+                names_it = said.startswith(f"{name} ")
+                raise ValueError(setting.origin + (said.removeprefix(name) if names_it else f": {said}")) from None
         raise ValueError(message + self._elsewhere(model, message))
 
     def _elsewhere(self, model: type[StrictModel], message: str) -> str:
@@ -90,7 +90,7 @@ def near_misses(variables: Iterable[str], environ: Mapping[str, str]) -> list[st
 
     Others pass in silence: orchestrators set names like RORQUAL_SERVICE_HOST of their own accord.
     """
-    known = set(variables)
+    known = {"RORQUAL_CONFIG", "RORQUAL_DEBUG", "RORQUAL_CACHE", *variables}  # the last is read by the loader
     strangers = [name for name in environ if name.startswith("RORQUAL_") and name not in known]
     close = [(name, difflib.get_close_matches(name, known, n=1, cutoff=0.9)) for name in sorted(strangers)]
     return [f"environment variable {name} is not an option: did you mean {m[0]}?" for name, m in close if m]

@@ -386,7 +386,9 @@ _SEED_STRIDE = 0xD1342543DE82EF95
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The model's tokenizer, or another one's if asked for. None only for dummy weights without any."""
+    """The model's tokenizer, or another one's if asked for. None if unwanted, or for dummy weights without any."""
+    if config.skip_tokenizer_init:
+        return None
     template = None
     if config.chat_template is not None:
         try:

@@ -4,7 +4,7 @@ Order, per row: raw logprobs; allowed_token_ids, bad_words and min_tokens mask; 
 presence penalties; then the best token (greedy), or temperature, min_p, top_k, top_p and a draw.
 
 min_p, top_k and top_p each keep the head of one order of tokens (larger logit first, lower id first among equals), so
-only the head is ever sorted. All three sums and comparisons are float64, which makes them independent of batch shape.
+only the head is ever sorted. Sums and comparisons are float64, so that no batch shape moves a boundary.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from rorqual.ops.sample import (
-    apply_penalties,
-    gumbel_argmax,
-    row_key,
-    row_max,
-    top_candidates,
-    total_mass,
-)
+from rorqual.ops.sample import apply_penalties, gumbel_argmax, row_key, row_max, top_candidates, total_mass
 from rorqual.sampling_params import SamplingParams
 
 FIRST_HEAD = 256
@@ -291,10 +284,9 @@ def _draw(logits: torch.Tensor, jobs: list[tuple[int, _Sequence, SampleRow]]) ->
         return []
     vocab_size = logits.shape[1]
     logits = _take(logits, [i for i, _, _ in jobs])
-    temperature = torch.tensor(
-        [seq.params.temperature for _, seq, _ in jobs], dtype=torch.float64, device=logits.device
-    )
-    keys = torch.tensor([row_key(seq.seed, row.position) for _, seq, row in jobs], device=logits.device)
+    device = logits.device
+    temperature = torch.tensor([seq.params.temperature for _, seq, _ in jobs], dtype=torch.float64, device=device)
+    keys = torch.tensor([row_key(seq.seed, row.position) for _, seq, row in jobs], device=device)
     filters = [_filter(seq.params, vocab_size) for _, seq, _ in jobs]
     off = _Filter(min_p=0.0, top_k=vocab_size, top_p=1.0)
     free = [j for j, wanted in enumerate(filters) if wanted == off]

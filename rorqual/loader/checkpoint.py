@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rorqual.loader.json_file import read_json_object
+from rorqual.loader.json_file import read_generation_config, read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -70,13 +70,15 @@ def _open_dummy(path: Path) -> Checkpoint:
     from rorqual.loader.dummy import DummyCheckpoint
 
     if path.is_dir() and (path / "config.json").exists():
-        return DummyCheckpoint(read_json_object(path / "config.json"), path=path)
+        config, generation_config = read_json_object(path / "config.json"), read_generation_config(path)
+        return DummyCheckpoint(config, generation_config, path=path)
     gguf = _find_gguf(path, must=False)
     if gguf is None:
         raise ValueError(f"load_format 'dummy' needs a config: {path} holds neither config.json nor a .gguf file")
     from rorqual.loader.gguf import GGUFCheckpoint
 
-    return DummyCheckpoint(GGUFCheckpoint(gguf).config, path=path)
+    opened = GGUFCheckpoint(gguf)
+    return DummyCheckpoint(opened.config, opened.generation_config, path=path)
 
 
 def _find_gguf(path: Path, *, must: bool) -> Path | None:

@@ -19,7 +19,7 @@ class DummyCheckpoint:
 
     size_bytes = 0
 
-    def __init__(self, config: dict[str, Any], *, path: Path, generation_config: dict[str, Any] | None = None) -> None:
+    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None = None, *, path: Path) -> None:
         self.path, self.config, self.generation_config = path, config, generation_config or {}
 
     def names(self) -> Collection[str]:

@@ -142,17 +142,17 @@ def _vocab_size(tensors: Mapping[str, TensorInfo]) -> int:
 
 
 def _experts(keys: _ArchitectureKeys) -> dict[str, Any]:
-    experts, used = keys.take("expert_count", 0), keys.take("expert_used_count", 0)
     if keys.architecture != "qwen3moe":
-        if experts:
+        keys.take("expert_used_count", 0)
+        if experts := keys.take("expert_count", 0):
             raise ValueError(
                 f"GGUF architecture {keys.architecture!r} with {experts} experts is not supported; "
                 "of the mixtures of experts, 'qwen3moe' is"
             )
         return {}
     return {
-        "num_experts": experts,
-        "num_experts_per_tok": used,
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
         "moe_intermediate_size": keys.need("expert_feed_forward_length"),
         "norm_topk_prob": True,  # the format has no key for it; every released Qwen3-MoE normalises
         "decoder_sparse_step": 1,
@@ -167,28 +167,27 @@ def _sliding_window(window: int, model_type: str) -> dict[str, Any]:
 
 
 def _rope_scaling(keys: _ArchitectureKeys, rope_factors: list[float] | None) -> dict[str, Any] | None:
-    kind = keys.take("rope.scaling.type", "none")
+    kind = keys.take("rope.scaling.type", "linear")  # GGUF's default; its factor is 1 then
     factor = _shortest(keys.take("rope.scaling.factor", 0) or keys.take("rope.scale_linear", 1.0))
     trained = keys.take("rope.scaling.original_context_length", None)
-    attention = _shortest(keys.take("rope.scaling.attn_factor", 1.0))
-    betas = {
-        name: _shortest(value)
-        for name in ("beta_fast", "beta_slow")
-        if (value := keys.take(f"rope.scaling.yarn_{name}", None)) is not None
-    }
+    plain = kind == "none" or (kind == "linear" and factor == 1.0)
     if rope_factors is not None:
-        if kind != "none":
+        if not plain:
             raise ValueError(f"the GGUF file has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; one must go")
         return {"rope_type": "gguf_factors", "factors": rope_factors}
-    if kind == "none":
+    if plain:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise ValueError(f"{keys.architecture}.rope.scaling.type must be none, linear or yarn, got {kind!r}")
-    scaling = {"rope_type": "yarn", "factor": factor, **betas}
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    for name in ("beta_fast", "beta_slow"):
+        if (value := keys.take(f"rope.scaling.yarn_{name}", None)) is not None:
+            scaling[name] = _shortest(value)
     if trained is not None:
         scaling["original_max_position_embeddings"] = trained
-    if attention != 1.0:  # GGUF's multiplies YaRN's own factor, Hugging Face's replaces it
+    if (attention := _shortest(keys.take("rope.scaling.attn_factor", 1.0))) != 1.0:
+        # GGUF's multiplies YaRN's own factor, Hugging Face's replaces it.
         scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
     return scaling

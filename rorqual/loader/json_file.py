@@ -1,4 +1,4 @@
-"""Reading the JSON objects that lie beside a checkpoint's weights."""
+"""The JSON files that lie beside a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}")
     return value
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The object in the folder's generation_config.json; {} when there is none. Raises as `read_json_object`."""
+    path = folder / "generation_config.json"
+    return read_json_object(path) if path.exists() else {}

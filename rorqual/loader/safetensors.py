@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rorqual.loader.json_file import read_json_object
+from rorqual.loader.json_file import read_generation_config, read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
-        generation = folder / "generation_config.json"
-        self.generation_config: dict[str, Any] = read_json_object(generation) if generation.exists() else {}
+        self.generation_config: dict[str, Any] = read_generation_config(folder)
         if (folder / _INDEX).exists():
             weight_map = _read_index(folder)
             _note_strays(folder, set(weight_map.values()))

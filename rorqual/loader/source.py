@@ -41,7 +41,7 @@ def resolve_model(name: str, *, revision: str | None = None) -> Path:
 
     Raises: ValueError saying what was wrong and what to do: an unknown name, no network, a gated repository.
     """
-    path, short = Path(os.path.expanduser(name)), _short_name(name)  # noqa: PTH111 (Path's raises for "~nobody")
+    path, short = Path(os.path.expanduser(name)), _short_name(name)
     here = bool(name) and path.exists()
     if not here and short is None and _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
         return _fetch_from_hub(name, revision)
@@ -113,8 +113,8 @@ def _fetch_from_hub(name: str, revision: str | None) -> Path:
         why = "it is not in the cache and the hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it with a network"
     except errors.HFValidationError as error:
         why = f"not a valid hub id ({error})"
-    except (errors.HTTPError, OSError) as error:  # what the network and the disk do
-        why = f"{type(error).__name__}: {error}"
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # of whichever client the hub uses
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     else:
         return _with_weights(Path(folder), name)
     raise ValueError(f"{name!r} is no folder here, and as a hub id it cannot be fetched: {why}")

@@ -12,8 +12,6 @@ import tokenizers
 from rorqual.tokenizer.parts import TokenizerParts, bos_eos_processor
 from rorqual.tokenizer.spm import SentencePieceModel, read_sentencepiece_model
 
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 def parts_from_folder(folder: Path) -> TokenizerParts:
     """Read tokenizer.json (or tokenizer.model) and the files beside it.
@@ -27,7 +25,11 @@ def parts_from_folder(folder: Path) -> TokenizerParts:
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # newer folders say all of it in tokenizer_config.json
         config |= _read_json(folder / "special_tokens_map.json")
-    named = {role: text for role in _ROLES if (text := _content(config.get(role))) is not None}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = {key: token for key, token in config.items() if key.endswith("_token")}
+    if isinstance(extra, Mapping):
+        named, extra = named | dict(extra), []
+    named = {role: text for role, token in named.items() if (text := _content(token)) is not None}
     if (file := folder / "tokenizer.json").is_file():
         backend = _load_backend(file)
     elif (file := folder / "tokenizer.model").is_file():
@@ -40,7 +42,8 @@ def parts_from_folder(folder: Path) -> TokenizerParts:
             "give a folder, .gguf file or hub id that has one as --tokenizer"
         )
     _add_missing_tokens(backend, config, file)
-    _make_special(backend, [*named.values(), *_extra_special_tokens(config)])
+    _make_special(backend, named.values(), override=True)
+    _make_special(backend, filter(None, map(_content, extra)), override=False)
     bos, eos = (backend.token_to_id(named[r]) if r in named else None for r in ("bos_token", "eos_token"))
     return TokenizerParts(
         backend,
@@ -125,19 +128,12 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
             )
 
 
-def _extra_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    tokens = extra.values() if isinstance(extra, Mapping) else extra
-    others = [value for key, value in config.items() if key.endswith("_token") and key not in _ROLES]
-    return [text for token in (*tokens, *others) if (text := _content(token)) is not None]
-
-
-def _make_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Tokens with a role are special, whatever tokenizer.json says; their other properties stay."""
+def _make_special(backend: tokenizers.Tokenizer, texts: Iterable[str], *, override: bool) -> None:
+    """Make tokens special. `override`: also those that tokenizer.json calls plain; their other properties stay."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in dict.fromkeys(texts):
         token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
-        if text not in added or not token.special:
+        if text not in added or (override and not token.special):
             token.special = True
             backend.add_special_tokens([token])
 

@@ -121,9 +121,9 @@ def _byte_level(
     merges = []
     for merge in _need(metadata, "merges"):
         left, _, right = merge.partition(" ")
-        if left not in vocab or right not in vocab:
+        if left not in vocab or right not in vocab or left + right not in vocab:
             raise ValueError(
-                f"tokenizer.ggml.merges must join two tokens of the vocabulary, got {merge!r}: "
+                f"tokenizer.ggml.merges must join two tokens to a third of the vocabulary, got {merge!r}: "
                 "this GGUF file is broken, convert it again"
             )
         merges.append((left, right))

@@ -1,9 +1,11 @@
 import os
+import sys
+from pathlib import Path
 
 import pytest
-from fake_llm import installed
 
 from rorqual.cli.main import main
+from tests.cli.fake_llm import installed
 
 
 @pytest.fixture(autouse=True)
@@ -11,6 +13,14 @@ def _no_variables(monkeypatch):
     """The person's own RORQUAL_ variables must not change what the tests see."""
     for name in [name for name in os.environ if name.startswith("RORQUAL_")]:
         monkeypatch.delenv(name)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fake_program(delay_s, *typed):
+    """The command that runs `rorqual` with the fake LLM as a program of its own; start it in ROOT."""
+    return [sys.executable, "-m", "tests.cli.fake_rorqual", str(delay_s), *typed]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An LLM that answers by script: it echoes the prompt's ids (one id per character) and knows how to be slow or faulty."""
+"""An LLM without a model: it says "Ahoy" and the prompt, one token per character; it can be slow, full or faulty."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import types
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 from rorqual.config import EngineConfig
 from rorqual.outputs import CompletionOutput, RequestOutput, RequestTimes, StreamDelta
@@ -34,8 +35,8 @@ class Tokenizer:
 class LLM:
     """Records what it was asked; `answer` decides what it says."""
 
-    made: list[LLM] = []
-    generation_config: dict = {}
+    made: ClassVar[list[LLM]] = []
+    generation_config: ClassVar[dict] = {}
     max_model_len = 100
     delay_s = 0.0
     fault: str | None = None
@@ -48,8 +49,8 @@ class LLM:
         self.asked = []
         self.engine = SimpleNamespace(
             banner=lambda: BANNER,
-            stats=SimpleNamespace(seconds={"schedule": 0.0, "forward": 0.0}, num_steps=0, num_tokens=0),
-            max_model_len=self.max_model_len,
+            stats=SimpleNamespace(seconds={}, num_steps=0, num_prompt_tokens=0, num_output_tokens=0),
+            resolved=SimpleNamespace(max_model_len=self.max_model_len),
             vocab_size=128,
         )
         type(self).made.append(self)
@@ -93,8 +94,14 @@ class LLM:
             out = [1] * params.max_tokens
         out = out[: params.max_tokens]
         stats = self.engine.stats
-        stats.num_steps, stats.num_tokens = stats.num_steps + len(out), stats.num_tokens + len(ids) + len(out)
-        answer = CompletionOutput(0, text[: len(out)], out, finish_reason="error" if self.fault else "stop", error=self.fault)
+        stats.num_steps += len(out)
+        stats.num_prompt_tokens += len(ids)
+        stats.num_output_tokens += len(out)
+        for stage in ("schedule", "forward"):
+            stats.seconds[stage] = stats.seconds.get(stage, 0.0) + 1e-6
+        answer = CompletionOutput(
+            0, text[: len(out)], out, finish_reason="error" if self.fault else "stop", error=self.fault
+        )
         times = RequestTimes(1.0, 1.0, 1.25 if out else None, 1.25 + (len(out) - 1) * 0.5)
         return RequestOutput(str(number), None, ids, [answer], times, num_cached_tokens=3)
 

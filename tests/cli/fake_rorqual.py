@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from fake_llm import installed
-
 from rorqual.cli.main import main
+from tests.cli.fake_llm import installed
 
 if __name__ == "__main__":
     with installed(delay_s=float(sys.argv[1])):

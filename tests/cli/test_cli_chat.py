@@ -1,5 +1,6 @@
 """`rorqual chat`: through a pipe, and in a terminal with Ctrl-C and Ctrl-D."""
 
+import fcntl
 import io
 import os
 import pty
@@ -7,12 +8,14 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
-from pathlib import Path
 
 import pytest
 
-FAKE = Path(__file__).with_name("fake_rorqual.py")
+from tests.cli.conftest import ROOT, fake_program
+
+CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 @pytest.fixture
@@ -86,17 +89,24 @@ def test_wrong_option_ends_before_the_conversation(talk, llm_class):
     assert llm_class.made == []
 
 
+def _own_terminal():
+    """Make stdin the controlling terminal of a new session, so that typing ^C sends SIGINT."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """`rorqual chat` with the fake LLM on a pseudo-terminal."""
 
     def __init__(self, delay_s):
         self.fd, child = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, FAKE, str(delay_s), "chat"],
+            fake_program(delay_s, "chat"),
+            cwd=ROOT,
             stdin=child,
             stdout=child,
             stderr=child,
-            preexec_fn=os.setsid,
+            preexec_fn=_own_terminal,  # noqa: PLW1509  (the test runs one thread)
             env=os.environ | {"TERM": "dumb"},
         )
         os.close(child)
@@ -118,7 +128,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    opened = Terminal(delay_s=0.1)
+    opened = Terminal(delay_s=0.05)
     yield opened
     if opened.process.poll() is None:
         opened.process.kill()
@@ -130,7 +140,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     terminal.read_until("> ")
     terminal.type("a question that is long to echo\n")
     terminal.read_until("Ahoy u")
-    terminal.process.send_signal(signal.SIGINT)
+    terminal.type(CTRL_C)
     stopped = terminal.read_until("[stopped]")
     assert "echo|" not in stopped  # the answer would have ended with the prompt's end
     terminal.read_until("> ")
@@ -138,16 +148,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal):
     answer = terminal.read_until("user:hi|")
     assert "assistant:Ahoy u" in answer  # what was said before the stop is part of the conversation
     terminal.read_until("> ")
-    terminal.process.send_signal(signal.SIGINT)  # at the prompt: still alive
+    time.sleep(0.3)  # the prompt is printed just before the line editor listens
+    terminal.type("half a line" + CTRL_C)
     terminal.read_until("/exit or Ctrl-D leaves")
     terminal.read_until("> ")
-    terminal.type("\x04")
+    terminal.type(CTRL_D)
     assert terminal.process.wait(timeout=20) == 0
 
 
 def test_second_ctrl_c_ends_an_engine_that_does_not_answer():
-    command = [sys.executable, FAKE, "60", "chat"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(fake_program(60, "chat"), cwd=ROOT, **pipes) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert b"fake banner" in process.stderr.readline()

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from fake_llm import BANNER
 
-FAKE = Path(__file__).with_name("fake_rorqual.py")
+from tests.cli.conftest import ROOT, fake_program
+from tests.cli.fake_llm import BANNER
 
 
 def test_one_prompt_streams_to_stdout_and_the_summary_goes_to_stderr(rorqual, llm_class):
@@ -122,8 +121,8 @@ def test_a_request_that_fails_is_reported_and_exit_1(rorqual, llm_class, typed):
 
 
 def test_tokens_are_flushed_as_they_come_and_ctrl_c_exits_130_quietly():
-    command = [sys.executable, FAKE, "0.2", "generate", "--quiet", "hello"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = fake_program(0.2, "generate", "--quiet", "hello")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert os.read(process.stdout.fileno(), 100) == b"A"  # through a pipe, at once, long before the end
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)

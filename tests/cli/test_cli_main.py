@@ -3,18 +3,17 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import rorqual as package
+from tests.cli.conftest import ROOT, fake_program
 
-FAKE = Path(__file__).with_name("fake_rorqual.py")
 
-
-def program(*typed, env=None, **kwargs):
-    command = [sys.executable, *map(str, typed)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | (env or {}), **kwargs)
+def program(command, *, variables=None, **options):
+    """Run it to its end in the checkout."""
+    options = {"capture_output": True, "text": True} | options
+    return subprocess.run(command, check=False, cwd=ROOT, timeout=60, env=os.environ | (variables or {}), **options)
 
 
 def test_version(rorqual):
@@ -69,12 +68,12 @@ def test_light_commands_import_no_torch(typed):
         "import sys; from rorqual.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'transformers')))"
     )
-    done = program("-c", script, *typed)
+    done = program([sys.executable, "-c", script, *typed])
     assert done.returncode == 0, done.stderr
 
 
 def test_python_m_rorqual_is_the_command():
-    done = program("-m", "rorqual", "--version")
+    done = program([sys.executable, "-m", "rorqual", "--version"])
     assert (done.returncode, done.stdout) == (0, f"rorqual {package.__version__}\n")
 
 
@@ -82,12 +81,11 @@ def test_closed_pipe_ends_quietly():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
-        done = subprocess.run(
-            [sys.executable, FAKE, "0", "generate", "--quiet", "hello"], stdout=closed, stderr=subprocess.PIPE, timeout=60
-        )
-    assert (done.returncode, done.stderr) == (141, b"")
+        command = fake_program(0, "generate", "--quiet", "hello")
+        done = program(command, capture_output=False, stdout=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_characters_the_terminal_lacks_are_no_error():
-    done = program(FAKE, "0", "generate", "--quiet", "é世", env={"PYTHONIOENCODING": "ascii"})
+    done = program(fake_program(0, "generate", "--quiet", "é世"), variables={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, "Ahoy ??\n")

@@ -92,7 +92,19 @@ def test_c2_flags_and_aliases_set_the_engine_option(rorqual, llm_class, typed, f
 
 
 def test_sampling_flags_arrive_typed(rorqual, llm_class):
-    typed = ["--temperature", "0.5", "--top-k", "3", "--max-tokens", "5", "--stop", "a,b", "--stop", "c", "--ignore-eos"]
+    typed = [
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "3",
+        "--max-tokens",
+        "5",
+        "--stop",
+        "a,b",
+        "--stop",
+        "c",
+        "--ignore-eos",
+    ]
     typed += ["--stop-token-ids", "1,2", "--stop-token-ids", "[3]", "--logit-bias", '{"50": 1.5}', "--min-p", "1"]
     assert rorqual("generate", "x", *typed)[0] == 0
     got = params(llm_class)
@@ -186,9 +198,8 @@ def test_misspelt_variable_is_pointed_out_and_a_strange_one_is_not(rorqual, llm_
     monkeypatch.setenv("RORQUAL_SERVICE_HOST", "10.0.0.1")
     code, _, err = rorqual("generate", "x", "--quiet")
     assert code == 0
-    assert err == (
-        "rorqual: warning: environment variable RORQUAL_MAX_NUM_SEQ is not an option: did you mean RORQUAL_MAX_NUM_SEQS?\n"
-    )
+    said = "environment variable RORQUAL_MAX_NUM_SEQ is not an option: did you mean RORQUAL_MAX_NUM_SEQS?"
+    assert err == f"rorqual: warning: {said}\n"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import SHAPES, TEXTS, byte_level, gguf_metadata, save, sentencepiece_like
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
 
 from rorqual.tokenizer import Tokenizer
 from rorqual.tokenizer.pretokenizers import PRE_TOKENIZERS
+from tests.unit.tiny_tokenizers import SHAPES, TEXTS, byte_level, gguf_metadata, save, sentencepiece_like
 
 
 def both(backend, folder, **gguf):
@@ -43,6 +44,8 @@ def test_lo9_same_ids_for_sentencepiece(tmp_path):
         assert ids[0] == 1
         assert gguf.decode(ids) == folder.decode(ids)
         assert gguf.encode(text, add_special_tokens=False) == ids[1:]
+    assert gguf.special_token_ids == folder.special_token_ids == {0, 1, 2}
+    assert gguf.vocab_size == folder.vocab_size
 
 
 @settings(max_examples=200)
@@ -116,6 +119,14 @@ def test_lo9_add_bos_false_wins_over_the_model_kind():
     llama2 = gguf_metadata(sentencepiece_like())
     assert Tokenizer.from_gguf(llama2).encode("x")[0] == 1
     assert Tokenizer.from_gguf(llama2 | {"tokenizer.ggml.add_bos_token": False}).encode("x")[0] != 1
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
+def test_word_that_is_a_token_needs_no_merges_where_the_model_says_so(pre, whole):
+    metadata = gguf_metadata(byte_level(pre), pre=pre, merges=["h e"])
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (len(tokenizer.encode(" quick")) == 1) is whole
+    assert tokenizer.decode(tokenizer.encode(" quick")) == " quick"
 
 
 def test_bos_with_a_colon_in_its_text_is_added():
@@ -208,12 +219,14 @@ def test_missing_pre_tokenizer_is_warned_about(caplog):
         ({"merges": None}, "must have tokenizer.ggml.merges"),
         ({"token_type": [1]}, "one entry per token"),
         ({"merges": ["zzz yyy"]}, "got 'zzz yyy'"),
+        ({"merges": ["z #"]}, "got 'z #'"),
         ({"eos_token_id": 10**6}, "eos_token_id must be an id below"),
         ({"add_bos_token": True}, "add_bos_token needs tokenizer.ggml.bos_token_id"),
     ],
 )
 def test_lo9_unknown_or_broken_metadata_is_refused(change, message):
-    metadata = gguf_metadata(byte_level("gpt-2"), pre="gpt-2", **change)
+    metadata = gguf_metadata(byte_level("gpt-2"), pre="gpt-2")
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_gguf(metadata)
 
@@ -221,7 +234,7 @@ def test_lo9_unknown_or_broken_metadata_is_refused(change, message):
 def test_repeated_token_is_refused():
     metadata = gguf_metadata(byte_level("gpt-2"), pre="gpt-2")
     metadata["tokenizer.ggml.tokens"][-1] = metadata["tokenizer.ggml.tokens"][0]
-    with pytest.raises(ValueError, match="got '<|endoftext|>' twice"):
+    with pytest.raises(ValueError, match=r"got '<\|endoftext\|>' twice"):
         Tokenizer.from_gguf(metadata)
 
 
@@ -242,6 +255,20 @@ def smollm2(smollm2_metadata):
     return Tokenizer.from_gguf(smollm2_metadata)
 
 
+def test_lo9_smollm2_ids_are_those_of_its_tokenizer_json(smollm2, smollm2_metadata):
+    tokens = smollm2_metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in smollm2_metadata["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(vocab={text: i for i, text in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = SHAPES["smollm"]["pre_tokenizer"]
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(tokens[:17])
+    for text in TEXTS:
+        ids = backend.encode(text).ids
+        assert smollm2.encode(text) == ids
+        assert smollm2.decode(ids) == backend.decode(ids)
+
+
+@pytest.mark.slow
 def test_lo9_smollm2_ids_equal_transformers_but_for_digits(smollm2, smollm2_path):
     from transformers import AutoTokenizer
 

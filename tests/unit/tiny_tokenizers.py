@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained in a moment, in the shapes of well-known models; and the same ones as GGUF metadata."""
+"""Small real tokenizers in the shapes of well-known models, and the same ones as GGUF metadata."""
 
 from __future__ import annotations
 

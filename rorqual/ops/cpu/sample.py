@@ -70,7 +70,7 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], all_ids: Wor
     With w = exp((logit - max) / T), the score is log(w / E), where E = -log1p(-v) >= v: so w / v is an upper bound that
     costs no logarithm, and whoever stays below the true w / E of one token has lost.
     """
-    inverse = np.float32(max(1 / temperature, 1e-37))  # keeps -inf * inverse from being NaN
+    inverse = np.float32(max(1 / temperature, 1e-44))  # keeps -inf * inverse from being NaN
     with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) * inverse
     near = scaled >= _LOWEST_SCORE
@@ -83,7 +83,7 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], all_ids: Wor
     bits = noise_bits(ids, key)
     bound = bits.astype(np.float32)
     bound += np.float32(0.5)
-    weights = torch.from_numpy(scaled).exp_().numpy()
+    weights = np.exp(scaled, out=scaled)
     np.divide(weights, bound, out=bound)  # w / v in units of 2**32
     leader = int(bound.argmax())
     v = (float(bits[leader]) + 0.5) * 2.0**-32

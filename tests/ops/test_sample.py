@@ -1,0 +1,294 @@
+"""The draw, the order of candidates and the penalties, against plain definitions; CPU answers against references."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rorqual.ops.cpu.sample as cpu
+from rorqual.ops import sample
+
+MASK32 = 2**32 - 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Many small tensors: waking a second thread costs more than it saves, and most on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def keys_of(seeds, positions):
+    return torch.tensor([sample.row_key(s, p) for s, p in zip(seeds, positions, strict=True)])
+
+
+def draws(logits, seeds, positions, temperature=1.0):
+    """One draw per (seed, position) from the same logits."""
+    rows = torch.tensor(logits).expand(len(seeds), len(logits))
+    t = torch.full((len(seeds),), temperature, dtype=torch.float64)
+    return sample.gumbel_argmax(rows, t, keys_of(seeds, positions)).numpy()
+
+
+def chi_square_z(counts, expected) -> float:
+    """How many standard deviations too uneven the counts are (Wilson and Hilferty's normal approximation)."""
+    df = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+
+
+# --- the noise
+
+
+def test_mix64_is_splitmix64():
+    golden, state, outputs = 0x9E3779B97F4A7C15, 1234567, []
+    for _ in range(3):
+        state = (state + golden) % 2**64
+        outputs.append(sample.mix64(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]  # the published test vector
+
+
+def test_noise_bits_follow_their_definition():
+    def xorshift_multiply(x, steps):
+        for shift, multiplier in steps:
+            x = ((x ^ (x >> shift)) * multiplier) % 2**32
+        return x
+
+    keys = [sample.row_key(3, 14), (0, MASK32), (MASK32, 0)]
+    ids = [0, 1, 2, 49151, 151935, MASK32]
+    expected = [
+        [
+            xorshift_multiply(
+                xorshift_multiply(i ^ a, [(16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)]) ^ b,
+                [(16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)],
+            )
+            for i in ids
+        ]
+        for a, b in keys
+    ]
+    assert sample.noise_bits(torch.tensor([ids]), torch.tensor(keys)).tolist() == expected
+    assert [cpu.noise_bits(np.array(ids, np.uint32), key).tolist() for key in keys] == expected
+
+
+def test_the_stream_never_changes():
+    """Frozen values: a change here changes every seeded answer."""
+    assert sample.row_key(0, 0) == (4282176703, 1210155558)
+    assert sample.row_key(2**64 - 1, 131071) == (1364391833, 2487379826)
+    keys = keys_of([0, 7], [0, 42])
+    assert sample.noise_bits(torch.tensor([[0, 1, 2, 49151, 151935]]), keys).tolist() == [
+        [3734092140, 981786989, 1314842509, 3058364118, 389616230],
+        [1830368558, 1718983598, 3554185168, 1174080630, 1478868383],
+    ]
+    assert draws([0.0] * 1000, [0] * 6, range(6)).tolist() == [377, 601, 512, 388, 766, 955]
+    assert draws([0.0] * 1000, [2**64 - 1] * 6, range(6)).tolist() == [945, 872, 571, 324, 175, 482]
+
+
+@pytest.mark.parametrize("input_bit", range(0, 32, 5))
+def test_every_input_bit_flips_half_of_the_output_bits(input_bit):
+    ids = torch.arange(4096)[None]
+    key = keys_of([9], [9])
+    flipped_id = sample.noise_bits(ids ^ (1 << input_bit), key) ^ sample.noise_bits(ids, key)
+    other_keys = [
+        sample.noise_bits(ids, key ^ torch.tensor([[a, b]])) for a, b in ((1 << input_bit, 0), (0, 1 << input_bit))
+    ]
+    for changed in (flipped_id, *(bits ^ sample.noise_bits(ids, key) for bits in other_keys)):
+        rate = ((changed[0, :, None] >> torch.arange(32)) & 1).double().mean(0)
+        assert (rate - 0.5).abs().max() < 0.06
+
+
+# --- the draw
+
+WEIGHTS = [0.0, 1.5, -2.0, 0.3, 2.2, -0.7, 1.0, -4.0, 0.0, 0.9]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("along", ["positions", "seeds"])
+def test_draws_follow_softmax(along, temperature):
+    count = 20_000
+    seeds, positions = ([5] * count, range(count)) if along == "positions" else (range(count), [5] * count)
+    found = np.bincount(draws(WEIGHTS, seeds, positions, temperature), minlength=len(WEIGHTS))
+    p = torch.tensor(WEIGHTS, dtype=torch.float64).div(temperature).softmax(0).numpy()
+    assert -4 < chi_square_z(found, p * count) < 4
+
+
+@pytest.mark.parametrize("step", [(1, 0), (0, 1), (2**32, 0), (1, -1), (0x9E3779B97F4A7C15, -1)])
+def test_neighbouring_positions_and_seeds_are_independent(step):
+    """Pairs of draws one step apart fill the table of products evenly."""
+    count, kinds = 20_000, 8
+    seeds = [(1000 + step[0]) % 2**64 if moved else 1000 for moved in (False, True)]
+    pairs = [
+        draws([0.0] * kinds, [s] * count, range(10 + d, 10 + d + count))
+        for s, d in zip(seeds, (0, step[1]), strict=True)
+    ]
+    table = np.bincount(pairs[0] * kinds + pairs[1], minlength=kinds**2)
+    assert -4 < chi_square_z(table, np.full(kinds**2, count / kinds**2)) < 4
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should():
+    """A wide flat tail below one likely token, where coarse noise would show."""
+    count, tail = 2000, 20_000
+    logits = [0.0] * tail
+    logits[0] = math.log(tail)
+    found = draws(logits, [3] * count, range(count))
+    assert abs((found == 0).mean() - 0.5) < 4 * 0.5 / math.sqrt(count)
+    rest = found[found != 0]
+    assert -4 < chi_square_z(np.bincount(rest * 10 // tail, minlength=10), np.full(10, len(rest) / 10)) < 4
+
+
+def test_a_masked_token_is_never_drawn():
+    logits = [-math.inf, 0.0, -math.inf, -50.0]
+    assert set(draws(logits, [1] * 2000, range(2000)).tolist()) == {1}
+    long_row = [-math.inf] * 5000
+    long_row[4321] = -70.0
+    assert draws(long_row, [1, 2], [3, 4]).tolist() == [4321, 4321]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 0.6, 30.0, 1e6, 1e300])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_draw_equals_the_reference(temperature, spread, dtype):
+    rows, width = 12, 5003
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(rows, width, generator=generator) * spread).to(dtype)
+    logits[3, 100:] = -math.inf
+    logits[4] += 1000.0
+    logits[5, 17] = 3e38
+    t = torch.full((rows,), temperature, dtype=torch.float64)
+    for position in range(8):
+        keys = keys_of(range(rows), [position] * rows)
+        assert sample.gumbel_argmax.choose(logits, t, keys) is cpu.gumbel_argmax
+        torch.testing.assert_close(
+            cpu.gumbel_argmax(logits, t, keys), sample.gumbel_argmax.reference(logits, t, keys), rtol=0, atol=0
+        )
+
+
+def test_the_cpu_draw_equals_the_reference_when_the_noise_of_the_best_token_is_poor():
+    """The bound is loosest where a likely token has v close to 1: then many are finalists."""
+    logits = torch.zeros(1, 5003)
+    logits[0, 7] = 6.0
+    worst = sorted(range(3000), key=lambda p: -int(sample.noise_bits(torch.tensor([[7]]), keys_of([1], [p]))))[:40]
+    for position in worst:
+        args = (logits, torch.ones(1, dtype=torch.float64), keys_of([1], [position]))
+        assert cpu.gumbel_argmax(*args).item() == sample.gumbel_argmax.reference(*args).item() != 7
+
+
+@pytest.mark.parametrize("width", [61, 5003, 49152])
+def test_a_row_draws_alone_what_it_draws_in_a_batch(width):
+    rows = 9
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(2))
+    t = torch.linspace(0.3, 2, rows, dtype=torch.float64)
+    keys = keys_of(range(rows), range(100, 100 + rows))
+    batch = sample.gumbel_argmax(logits, t, keys)
+    alone = [sample.gumbel_argmax(logits[i : i + 1], t[i : i + 1], keys[i : i + 1]).item() for i in range(rows)]
+    assert batch.tolist() == alone
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(3)).expand(rows, -1)
+    assert sample.gumbel_argmax(logits.gather(1, order), t, keys, token_ids=order).tolist() == alone
+
+
+# --- the order of candidates
+
+AWKWARD = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -math.inf, 1e-40, -1e-40, 3e38, -3e38])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(AWKWARD | st.floats(width=32, allow_nan=False, min_value=-8, max_value=8), min_size=1, max_size=200),
+    st.data(),
+)
+def test_candidates_come_by_logit_then_by_id(row, data):
+    count = data.draw(st.integers(1, len(row)))
+    values = np.array(row, np.float32)
+    expected = np.lexsort((np.arange(len(row)), -values.astype(np.float64)))[:count]
+    logits = torch.from_numpy(values)[None]
+    for top in (sample.top_candidates.reference, cpu.top_candidates):
+        found = top(logits, count=count)
+        assert found.token_ids[0].tolist() == expected.tolist()
+        assert found.logits[0].tolist() == values[expected].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 40, 300, 5003])
+def test_the_cpu_candidates_equal_the_reference(dtype, count):
+    logits = (torch.randn(6, 5003, generator=torch.Generator().manual_seed(4)) * 3).to(dtype)
+    logits[1] = logits[1].round()  # many ties
+    logits[2, 30:] = -math.inf
+    logits[3] = 1.5
+    ours, expected = cpu.top_candidates(logits, count=count), sample.top_candidates.reference(logits, count=count)
+    assert torch.equal(ours.token_ids, expected.token_ids)
+    assert torch.equal(ours.logits, expected.logits)
+    assert ours.logits.dtype == expected.logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("answer", [sample.row_max.reference, cpu.row_max])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sa1_the_largest_logit_wins_and_ties_go_to_the_lowest_id(answer, dtype):
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[1, 3, 3, 2], [-inf, -inf, -2, -2], [0, nan, 5, nan], [-inf] * 4, [1, inf, 2, inf]]).to(
+        dtype
+    )
+    best = answer(logits)
+    assert best.token_ids[[0, 1, 2, 4]].tolist() == [1, 2, 1, 1]
+    assert best.values[[0, 1, 3, 4]].tolist() == [3, -2, -inf, inf]
+    assert best.values[2].isnan()
+    assert best.values.dtype == torch.float32
+
+
+def test_total_mass_is_one_over_the_best_probability():
+    logits = torch.randn(5, 5003, generator=torch.Generator().manual_seed(5)) * 4
+    logits[2, 1:] = -math.inf
+    t = torch.tensor([0.3, 0.7, 1.0, 1.5, 1e-5], dtype=torch.float64)
+    expected = 1 / (logits.double() / t[:, None]).softmax(1).amax(1)
+    for answer in (sample.total_mass.reference, cpu.total_mass):
+        torch.testing.assert_close(answer(logits, t), expected, rtol=1e-12, atol=0)
+    assert cpu.total_mass(logits[:2], t[:2]).tolist() == [
+        cpu.total_mass(logits[i, None], t[i, None]).item() for i in (0, 1)
+    ]
+
+
+# --- penalties
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_sa7_penalties_follow_their_definition(data):
+    width = 7
+    row = data.draw(st.lists(st.floats(-8, 8, width=32), min_size=width, max_size=width))
+    prompt = data.draw(st.lists(st.integers(0, width - 1), max_size=12))
+    output = data.draw(st.lists(st.integers(0, width - 1), max_size=12))
+    repetition = data.draw(st.floats(0.25, 4))
+    frequency, presence = data.draw(st.floats(-2, 2)), data.draw(st.floats(-2, 2))
+    expected = list(row)
+    for t in set(prompt + output):
+        expected[t] = expected[t] / repetition if expected[t] > 0 else expected[t] * repetition
+    for t in output:
+        expected[t] -= frequency
+    for t in set(output):
+        expected[t] -= presence
+    logits = torch.tensor([row, row], dtype=torch.float32)
+    in_prompt = torch.zeros(2, width, dtype=torch.bool)
+    in_prompt[0, prompt] = True
+    counts = torch.zeros(2, width, dtype=torch.int32)
+    counts[0] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=width)
+    amounts = {"repetition": repetition, "frequency": frequency, "presence": presence}
+    tensors = {name: torch.tensor([value] * 2, dtype=torch.float32) for name, value in amounts.items()}
+    results = [f(logits, in_prompt, counts, **tensors) for f in (sample.apply_penalties.reference, cpu.apply_penalties)]
+    torch.testing.assert_close(results[0][0], torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][1], logits[1])  # a row where nothing was said yet
+    assert torch.equal(*results)
+
+
+def test_the_cpu_answers_give_way_to_other_devices():
+    logits = torch.empty(2, 5003, device="meta")
+    for declared, args, options in (
+        (sample.row_max, (logits,), {}),
+        (sample.top_candidates, (logits,), {"count": 3}),
+        (sample.total_mass, (logits, logits), {}),
+        (sample.gumbel_argmax, (logits, logits, logits), {}),
+    ):
+        assert declared.choose(*args, **options) is declared.reference

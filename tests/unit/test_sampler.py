@@ -1,0 +1,493 @@
+"""The sampler: filters against a plain definition and transformers, rows that never mix, state only `accept` moves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import rorqual.engine.sampler as sampler_module
+import rorqual.ops.cpu.sample  # noqa: F401  (registers the CPU answers that an engine uses)
+from rorqual.engine.sampler import Sampler, SampleRow, prompt_logprobs
+from rorqual.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def one_row(logits, params, *, seed=1, prompt=(), output=(), end=(), bad_words=(), position=None):
+    """What a sampler that holds one sequence makes of one row."""
+    row = torch.as_tensor(logits, dtype=torch.float32) if isinstance(logits, list) else logits
+    sampler = Sampler(len(row))
+    sampler.add(0, params, seed=seed, prompt_token_ids=prompt, end_token_ids=end, bad_words=bad_words)
+    for token_id in output:
+        sampler.accept(0, token_id)
+    position = len(prompt) + len(output) if position is None else position
+    return sampler.sample(row[None], [SampleRow(0, position)])
+
+
+def token(logits, params, **options) -> int:
+    out = one_row(logits, params, **options)
+    assert out.failed == [False]
+    return out.token_ids[0]
+
+
+def tokens(logits, params, count, **options) -> list[int]:
+    """Draws at `count` positions."""
+    row = torch.as_tensor(logits, dtype=torch.float32)
+    sampler = Sampler(len(row))
+    sampler.add(0, params, seed=3, prompt_token_ids=[], end_token_ids=[], **options)
+    return sampler.sample(row.expand(count, -1), [SampleRow(0, p) for p in range(count)]).token_ids
+
+
+def logs(*probabilities) -> list[float]:
+    return [math.log(p) if p else -math.inf for p in probabilities]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """kept(logits, params) -> the set of tokens that the draw chooses from."""
+    seen: list[set[int]] = []
+    draw = sampler_module.gumbel_argmax
+
+    def spy(logits, temperature, keys, *, token_ids=None):
+        ids = torch.arange(logits.shape[1]).expand_as(logits) if token_ids is None else token_ids
+        seen.extend(set(i[row > -math.inf].tolist()) for row, i in zip(logits, ids, strict=True))
+        return draw(logits, temperature, keys, token_ids=token_ids)
+
+    monkeypatch.setattr(sampler_module, "gumbel_argmax", spy)
+
+    def run(logits, params):
+        seen.clear()
+        chosen = token(logits, params)
+        assert len(seen) == 1
+        assert chosen in seen[0]
+        return seen[0]
+
+    return run
+
+
+# --- greedy
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-12])
+def test_sa1_greedy_takes_the_best_token_and_the_lowest_id_of_equals(temperature):
+    assert token([1.0, 3.0, 2.0, 3.0], SamplingParams(temperature=temperature)) == 1
+    assert token([1.0, 3.0, 2.0, 3.0], SamplingParams(temperature=5.0, top_k=1)) == 1
+    assert token([0.0] * 9, SamplingParams(temperature=temperature)) == 0
+    assert token(torch.tensor([1, 3, 2, 3], dtype=torch.bfloat16), SamplingParams(temperature=temperature)) == 1
+
+
+def test_sa1_a_greedy_row_does_not_touch_a_drawn_one():
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    sampler = Sampler(300)
+    sampler.add(0, SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(1, SamplingParams(temperature=0.7), seed=1, prompt_token_ids=[], end_token_ids=[])
+    for position in range(50):
+        both = sampler.sample(logits, [SampleRow(0, position), SampleRow(1, position)])
+        assert both.token_ids[0] == logits[0].argmax()
+        assert both.token_ids[1] == sampler.sample(logits[1:], [SampleRow(1, position)]).token_ids[0]
+
+
+def test_sa2_masked_logits_in_a_greedy_row_make_no_nan_beside_a_drawn_one():
+    logits = torch.tensor([[-math.inf, -math.inf, -5.0, -7.0], [0.0, 1.0, -math.inf, -math.inf]])
+    sampler = Sampler(4)
+    sampler.add(0, SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(1, SamplingParams(temperature=0.8), seed=1, prompt_token_ids=[], end_token_ids=[])
+    for position in range(50):
+        out = sampler.sample(logits, [SampleRow(0, position), SampleRow(1, position)])
+        assert out.failed == [False, False]
+        assert out.token_ids[0] == 2
+        assert out.token_ids[1] in {0, 1}
+
+
+# --- filters
+
+
+def definition(logits, temperature, min_p, top_k, top_p) -> tuple[set[int], float]:
+    """Kept tokens by sorting everything, and how near the closest decision was."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    order = np.lexsort((np.arange(len(scaled)), -np.asarray(logits, np.float64)))
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = [i for i in order if p[i] > 0]
+    margins = [abs(p[i] - min_p * p.max()) / p.max() for i in order if min_p > 0 and p[i] < p.max()]
+    order = [i for i in order if p[i] >= min_p * p.max()]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        before = np.cumsum([0.0, *(p[i] for i in order)])[:-1] / sum(p[i] for i in order)
+        margins += [abs(b - top_p) for b in before]
+        order = [i for i, b in zip(order, before, strict=True) if b < top_p]
+    return set(order), min(margins, default=1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_filters_keep_what_sorting_everything_would_keep(data):
+    width = data.draw(st.sampled_from([1, 2, 7, 300, 700]))
+    spread = data.draw(st.sampled_from([0.01, 1.0, 4.0]))
+    row = torch.randn(width, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))) * spread
+    if data.draw(st.booleans()):
+        row = (row * 4).round() / 4  # many equal logits
+    if data.draw(st.booleans()):
+        row[data.draw(st.integers(1, width)) :] = -math.inf
+    temperature = data.draw(st.sampled_from([0.05, 0.7, 1.0, 3.0]))
+    min_p = data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+    top_k = data.draw(st.sampled_from([-1, 0, 2, 40, 299, 10**6]))
+    top_p = data.draw(st.sampled_from([1e-9, 0.31, 0.9, 0.999, 1.0]))
+    expected, margin = definition(row.numpy(), temperature, min_p, top_k, top_p)
+    assume(margin > 1e-12)
+    seen = []
+    draw = sampler_module.gumbel_argmax
+
+    def spy(logits, temperature, keys, *, token_ids=None):
+        ids = torch.arange(logits.shape[1])[None] if token_ids is None else token_ids
+        seen.append(set(ids[logits > -math.inf].tolist()))
+        return draw(logits, temperature, keys, token_ids=token_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "gumbel_argmax", spy)
+        params = SamplingParams(temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p)
+        assert token(row, params) in expected
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        ({"top_k": 5}, lambda hf: hf.TopKLogitsWarper(5)),
+        ({"top_k": 400}, lambda hf: hf.TopKLogitsWarper(400)),
+        ({"top_p": 0.3}, lambda hf: hf.TopPLogitsWarper(0.3)),
+        ({"top_p": 0.98}, lambda hf: hf.TopPLogitsWarper(0.98)),
+        ({"min_p": 0.02}, lambda hf: hf.MinPLogitsWarper(0.02)),
+        ({"min_p": 0.7}, lambda hf: hf.MinPLogitsWarper(0.7)),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
+def test_filters_keep_what_transformers_keeps(kept, options, make, temperature):
+    hf = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(20, 500, generator=torch.Generator().manual_seed(6)) * 2
+    expected = make(hf)(None, logits.double() / temperature)
+    for row, survivors in zip(logits, expected, strict=True):
+        params = SamplingParams(temperature=temperature, **options)
+        assert kept(row, params) == set((survivors > -math.inf).nonzero()[:, 0].tolist())
+
+
+def test_repetition_penalty_is_transformers():
+    hf = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(7)) * 2
+    prompt, output = [3, 3, 3, 50], [int(logits.argmax()), 60, 60]
+    for penalty in (0.5, 1.3, 100.0):
+        expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[None])
+        params = SamplingParams(temperature=0, repetition_penalty=penalty)
+        assert token(logits, params, prompt=prompt, output=output) == expected.argmax().item()
+
+
+def test_sa3_top_k_and_top_p_together_never_keep_nothing(kept):
+    flat = [0.0] * 50
+    assert kept(flat, SamplingParams(top_k=3, top_p=0.5)) == {0, 1}
+    assert kept(flat, SamplingParams(top_k=3, top_p=1e-300)) == {0}
+    assert kept(flat, SamplingParams(min_p=1.0, top_k=50, top_p=5e-324)) == {0}
+    assert token([0.0, 1.0, 2.0], SamplingParams(top_k=1, top_p=0.8, temperature=0.01)) == 2
+
+
+def test_sa4_top_p_at_its_ends_and_on_the_boundary(kept):
+    p = logs(0.5, 0.3, 0.2)
+    assert kept(p, SamplingParams(top_p=1e-9)) == {0}
+    assert kept(p, SamplingParams(top_p=0.4999)) == {0}
+    assert kept(p, SamplingParams(top_p=0.5001)) == {0, 1}
+    assert kept(p, SamplingParams(top_p=0.9999999)) == {0, 1, 2}
+    assert kept(p, SamplingParams(top_p=1)) == {0, 1, 2}
+    assert kept([0.0, 0.0], SamplingParams(top_p=0.5)) == {0}  # exactly reached: enough
+    assert kept([0.0] * 4, SamplingParams(top_p=0.75)) == {0, 1, 2}
+
+
+def test_sa5_the_token_that_crosses_top_p_is_kept():
+    drawn = tokens(logs(0.1, 0.2, 0.3, 0.4), SamplingParams(top_p=0.6), 10_000)
+    share = drawn.count(3) / len(drawn)
+    assert set(drawn) == {2, 3}
+    assert abs(share - 0.4 / 0.7) < 4 * 0.5 / math.sqrt(len(drawn))
+
+
+def test_sa6_temperature_comes_before_min_p_and_raw_logprobs_stay_raw(kept):
+    params = SamplingParams(temperature=2, min_p=0.3, logprobs=2)
+    assert kept([2.0, 1.0, 0.0], params) == {0, 1, 2}  # e^-1 = 0.37; before temperature it would be e^-2 = 0.14
+    assert kept([2.0, 1.0, 0.0], SamplingParams(temperature=1, min_p=0.3)) == {0, 1}
+    entry = one_row([2.0, 1.0, 0.0], params).logprobs[0]
+    expected = torch.tensor([2.0, 1.0, 0.0]).log_softmax(0)
+    assert entry.logprobs == expected[torch.tensor(entry.token_ids)].tolist()
+
+
+def test_sa6_min_p_top_k_and_top_p_renormalise_after_each_other(kept):
+    p = logs(0.4, 0.3, 0.2, 0.1)
+    assert kept(p, SamplingParams(top_p=0.71)) == {0, 1, 2}
+    assert kept(p, SamplingParams(top_k=3, top_p=0.71)) == {0, 1}  # (.4 + .3) / .9 = .78
+    assert kept(p, SamplingParams(min_p=0.3, top_p=0.71)) == {0, 1}
+    assert kept(p, SamplingParams(min_p=0.3, top_k=2, top_p=0.5)) == {0}  # .4 / .7 = .57
+
+
+def test_filters_that_keep_everything_draw_like_none():
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(8)).tolist()
+    free = tokens(logits, SamplingParams(), 200)
+    assert tokens(logits, SamplingParams(top_k=400), 200) == free
+    assert tokens(logits, SamplingParams(top_k=399, min_p=1e-30), 200) == free
+    assert tokens(logits, SamplingParams(top_p=1 - 1e-12), 200) == free
+    assert len(set(free)) > 50
+
+
+# --- seeds
+
+
+def test_sa10_equal_seeds_draw_equally_and_other_seeds_differ():
+    logits = torch.zeros(1000)
+    streams = []
+    for seed in (7, 7, 8, 2**64 - 1):
+        sampler = Sampler(1000)
+        sampler.add(5, SamplingParams(), seed=seed, prompt_token_ids=[], end_token_ids=[])
+        streams.append([sampler.sample(logits[None], [SampleRow(5, p)]).token_ids[0] for p in range(64)])
+    assert streams[0] == streams[1]
+    for i, j in ((1, 2), (2, 3), (1, 3)):
+        assert sum(a == b for a, b in zip(streams[i], streams[j], strict=True)) < 5
+
+
+# --- masks and bias
+
+
+def test_sa13_logit_bias_forces_and_bans():
+    logits = [5.0, 9.0, 0.0, 7.0]
+    assert token(logits, SamplingParams(temperature=0, logit_bias={"2": 100})) == 2
+    assert token(logits, SamplingParams(temperature=0, logit_bias={1: -100})) == 3
+    assert set(tokens(logits, SamplingParams(logit_bias={1: -100, 3: -100}), 300)) <= {0, 2}
+
+
+def test_allowed_token_ids_are_the_only_ones(kept):
+    logits = [5.0, 9.0, 0.0, 7.0]
+    assert token(logits, SamplingParams(temperature=0, allowed_token_ids=[0, 2])) == 0
+    assert kept(logits, SamplingParams(allowed_token_ids=[2, 0])) == {0, 2}
+    assert kept(logits, SamplingParams(allowed_token_ids=[2, 0], top_k=3, top_p=0.9999)) == {0, 2}
+
+
+def test_min_tokens_masks_ends_until_then():
+    params = SamplingParams(temperature=0, min_tokens=2)
+    logits = [9.0, 8.0, 1.0]
+    options = {"prompt": [2, 2, 2], "end": [0, 1, 10**6]}  # an end token beyond the logits cannot be drawn anyway
+    assert token(logits, params, output=[], **options) == 2
+    assert token(logits, params, output=[2], **options) == 2
+    assert token(logits, params, output=[2, 2], **options) == 0
+    assert token(logits, params, position=4, **options) == 2  # a draft's row: its position counts
+    assert token(logits, params, position=5, **options) == 0
+
+
+def test_bad_words_are_never_completed():
+    params = SamplingParams(temperature=0, bad_words=["unused here"])
+    logits = [1.0, 2.0, 3.0, 4.0, 5.0]
+    words = [[4], [1, 3], [2, 1, 3], [2, 2, 2], [0, 99]]
+    assert token(logits, params, bad_words=words) == 3
+    assert token(logits, params, bad_words=words, output=[1]) == 2
+    assert token(logits, params, bad_words=words, output=[1, 0]) == 3
+    assert token(logits, params, bad_words=words, output=[0, 0, 1]) == 2
+    assert token(logits, params, bad_words=[[4], [2, 1, 3]], output=[1]) == 3
+    assert token(logits, params, bad_words=[[4], [2, 1, 3]], output=[0, 2, 1]) == 2
+    assert token(logits, params, bad_words=words, output=[2, 2], prompt=[1]) == 3
+    assert token(logits, params, bad_words=words, prompt=[1]) == 3  # a prompt completes nothing
+
+
+# --- penalties
+
+
+def test_sa7_presence_and_frequency_count_the_output_only():
+    logits = [5.0, 4.0, 0.0]
+    prompt = [0] * 10
+    for options in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
+        params = SamplingParams(temperature=0, **options)
+        assert token(logits, params, prompt=prompt) == 0
+        assert token(logits, params, prompt=prompt, output=[0]) == 1
+    once = SamplingParams(temperature=0, presence_penalty=0.9)
+    per_time = SamplingParams(temperature=0, frequency_penalty=0.9)
+    assert token(logits, once, output=[0, 0]) == 0
+    assert token(logits, per_time, output=[0, 0]) == 1
+
+
+def test_sa7_repetition_counts_the_prompt_once_per_token():
+    params = SamplingParams(temperature=0, repetition_penalty=1.2)
+    assert token([5.0, 4.1, 0.0], params, prompt=[0] * 10) == 0  # 5 / 1.2 = 4.17
+    assert token([5.0, 4.2, 0.0], params, prompt=[0]) == 1
+    assert token([5.0, 4.2, 0.0], params, output=[0]) == 1
+    assert token([-1.0, -1.1], params, prompt=[0]) == 1  # a negative logit is multiplied
+
+
+def test_bias_comes_before_penalties():
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, logit_bias={0: 10})
+    assert token([-2.0, 5.0], params, prompt=[0]) == 1  # (-2 + 10) / 2 = 4; the other way round: -4 + 10 = 6
+
+
+def test_only_accepted_tokens_count():
+    sampler = Sampler(3)
+    params = SamplingParams(temperature=0, presence_penalty=2)
+    sampler.add(0, params, seed=1, prompt_token_ids=[2], end_token_ids=[])
+    logits = torch.tensor([[5.0, 4.0, 0.0]])
+    for _ in range(3):
+        assert sampler.sample(logits, [SampleRow(0, 1)]).token_ids == [0]
+    sampler.accept(0, 0)
+    assert sampler.sample(logits, [SampleRow(0, 2)]).token_ids == [1]
+    sampler.remove(0)
+    sampler.add(0, params, seed=1, prompt_token_ids=[2], end_token_ids=[])
+    assert sampler.sample(logits, [SampleRow(0, 1)]).token_ids == [0]
+
+
+# --- logprobs
+
+
+def test_logprobs_are_the_chosen_token_and_the_top_ones_without_it():
+    logits = [1.0, 4.0, 3.0, 3.0, 0.0]
+    raw = torch.tensor(logits).log_softmax(0).tolist()
+    greedy = one_row(logits, SamplingParams(temperature=0, logprobs=3)).logprobs[0]
+    assert greedy.token_ids == [1, 2, 3]
+    assert greedy.ranks == [1, 3, 3]  # tokens at least as likely
+    assert greedy.logprobs == [raw[1], raw[2], raw[3]]
+    forced = one_row(logits, SamplingParams(temperature=0, logprobs=2, allowed_token_ids=[4])).logprobs[0]
+    assert forced == ([4, 1, 2], [raw[4], raw[1], raw[2]], [5, 1, 3])
+    alone = one_row(logits, SamplingParams(temperature=0, logprobs=0)).logprobs[0]
+    assert alone == ([1], [raw[1]], [1])
+    everything = one_row(logits, SamplingParams(temperature=0, logprobs=20)).logprobs[0]
+    assert everything.token_ids == [1, 2, 3, 0, 4]
+    assert one_row(logits, SamplingParams(temperature=0)).logprobs == [None]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.01, 1])
+def test_lp1_logprobs_may_be_minus_infinity_but_never_nan(temperature):
+    params = SamplingParams(temperature=temperature, logprobs=5, allowed_token_ids=[3])
+    entry = one_row([1.0, -math.inf, 2.0, 0.5, -math.inf, -math.inf], params).logprobs[0]
+    assert entry.token_ids[0] == 3
+    assert entry.logprobs[-1] == -math.inf
+    assert not any(math.isnan(value) for value in entry.logprobs)
+
+
+def test_prompt_logprobs_say_what_the_model_thought_of_each_next_token():
+    logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(9))
+    next_ids = torch.randint(40, (150,), generator=torch.Generator().manual_seed(9)).tolist()
+    entries = prompt_logprobs(logits.to(torch.bfloat16), next_ids, 4)
+    expected = logits.to(torch.bfloat16).float().log_softmax(1)
+    assert len(entries) == 150
+    for row, token_id, entry in zip(expected, next_ids, entries, strict=True):
+        best = sorted(range(40), key=lambda i: (-row[i].item(), i))[:4]
+        assert entry.token_ids == [token_id, *(i for i in best if i != token_id)]
+        assert entry.logprobs == [row[i].item() for i in entry.token_ids]
+        assert entry.ranks == [int((row >= row[i]).sum()) for i in entry.token_ids]
+    assert prompt_logprobs(logits, next_ids, 0)[5].token_ids == [next_ids[5]]
+    assert prompt_logprobs(logits[:0], [], 4) == []
+
+
+def test_lp1_prompt_logprobs_of_broken_logits_are_minus_infinity():
+    logits = torch.zeros(4, 3)
+    logits[0, 1], logits[1, 1], logits[2] = math.nan, math.inf, -math.inf
+    entries = prompt_logprobs(logits, [0, 0, 0, 0], 2)
+    assert all(value == -math.inf for entry in entries[:3] for value in entry.logprobs)
+    assert entries[3].logprobs == pytest.approx([-math.log(3)] * 2)
+
+
+# --- broken rows
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.parametrize("width", [40, 5003])
+def test_mo4_a_broken_row_is_reported_and_its_mates_are_untouched(temperature, width):
+    logits = torch.randn(6, width, generator=torch.Generator().manual_seed(10))
+    whole = logits.clone()
+    logits[1, 13] = math.nan
+    logits[2] = -math.inf
+    logits[3, 5] = math.inf
+    logits[4, 13] = math.nan  # hidden by this row's mask
+    masked = SamplingParams(temperature=temperature, allowed_token_ids=[1, 2], logprobs=2)
+    plain = SamplingParams(temperature=temperature, logprobs=2, top_p=0.9)
+    sampler = Sampler(width)
+    for i in range(6):
+        sampler.add(i, masked if i == 4 else plain, seed=i, prompt_token_ids=[], end_token_ids=[])
+    rows = [SampleRow(i, 0) for i in range(6)]
+    out, expected = sampler.sample(logits, rows), sampler.sample(whole, rows)
+    assert out.failed == [False, True, True, True, True, False]
+    assert expected.failed == [False] * 6
+    for i in range(6):
+        if out.failed[i]:
+            assert out.logprobs[i] is None
+        else:
+            assert (out.token_ids[i], out.logprobs[i]) == (expected.token_ids[i], expected.logprobs[i])
+
+
+def test_mo4_a_row_where_nothing_is_allowed_fails():
+    params = SamplingParams(temperature=0, allowed_token_ids=[1], min_tokens=1)
+    assert one_row([1.0, 2.0, 3.0], params, end=[1]).failed == [True]
+    assert one_row([1.0, 2.0, 3.0], params, end=[0]).failed == [False]
+
+
+# --- company
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.6, logprobs=3),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=40),
+    SamplingParams(temperature=0, repetition_penalty=1.5, logprobs=0),
+    SamplingParams(top_p=0.95),
+    SamplingParams(temperature=1.5, top_p=0.999),
+    SamplingParams(min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5),
+    SamplingParams(top_k=1),
+    SamplingParams(temperature=2, top_k=700, repetition_penalty=0.8),
+    SamplingParams(logit_bias={3: 20, 4: -100}, logprobs=5),
+    SamplingParams(temperature=0, allowed_token_ids=[5, 6, 7]),
+    SamplingParams(allowed_token_ids=[5, 6, 7], top_p=0.5),
+    SamplingParams(temperature=0.8, min_tokens=50),
+    SamplingParams(temperature=0.8, min_p=1e-6, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("width", [800, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(width, dtype):
+    generator = torch.Generator().manual_seed(11)
+    logits = (torch.randn(len(MIXED), width, generator=generator) * 2).to(dtype)
+    before = logits.clone()
+    sampler = Sampler(width)
+    for i, params in enumerate(MIXED):
+        sampler.add(
+            i,
+            params,
+            seed=i % 3,
+            prompt_token_ids=[1, 2, i],
+            end_token_ids=logits[i].topk(5).indices.tolist(),
+            bad_words=[[9], [int(logits[i].argmax())]] if i == 1 else [],
+        )
+        for token_id in (4, 4, i):
+            sampler.accept(i, token_id)
+    rows = [SampleRow(i, 6) for i in range(len(MIXED))]
+    mixed = sampler.sample(logits, rows)
+    backwards = sampler.sample(logits.flip(0), rows[::-1])
+    for i in range(len(MIXED)):
+        alone = sampler.sample(logits[i : i + 1], rows[i : i + 1])
+        assert mixed.failed[i] is alone.failed[0] is False
+        assert mixed.token_ids[i] == alone.token_ids[0] == backwards.token_ids[len(MIXED) - 1 - i]
+        assert mixed.logprobs[i] == alone.logprobs[0] == backwards.logprobs[len(MIXED) - 1 - i]
+    assert torch.equal(logits, before)
+
+
+def test_several_rows_of_one_sequence_draw_by_their_positions():
+    sampler = Sampler(500)
+    sampler.add(0, SamplingParams(), seed=5, prompt_token_ids=[], end_token_ids=[])
+    logits = torch.zeros(1, 500)
+    together = sampler.sample(logits.expand(6, -1), [SampleRow(0, p) for p in range(10, 16)]).token_ids
+    assert together == [sampler.sample(logits, [SampleRow(0, p)]).token_ids[0] for p in range(10, 16)]
+    assert len(set(together)) > 3
+
+
+def test_no_rows_give_no_tokens():
+    assert Sampler(10).sample(torch.empty(0, 10), []) == ([], [], [])
