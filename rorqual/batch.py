@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +42,8 @@ class Batch:
     """Chunk lengths on the host, so that nothing has to wait for the device to learn a shape."""
     context_lens_host: tuple[int, ...]
     """context_lens on the host."""
+    scratch: dict[Hashable, Any] = field(default_factory=dict)
+    """What kernels worked out from the fields above, once for all layers."""
 
     @property
     def num_tokens(self) -> int:

@@ -82,6 +82,9 @@ class Engine:
             self.tokenizer = _load_tokenizer(config, checkpoint)
         with self._start_stage("weights"):
             self._runner = ModelRunner(config, checkpoint, progress=progress)
+        with self._start_stage("warm-up"):
+            self.kernels = self._runner.warm_up()
+            """Op -> backend that this model's calls get."""
         self.resolved = self._runner.resolved
         self.generation_config = checkpoint.generation_config
         self.eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
@@ -367,12 +370,17 @@ class Engine:
             (
                 f"model    {self.config.model} ({self.path})",
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
+                f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
                 f"weights  {r.weight_bytes / gib:.2f} GiB{' of random values' if self.config.load_format == 'dummy' else ''}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
                 f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
                 f"start    {stages}",
             )
         )
+
+    def _kernels_by_backend(self) -> dict[str, str]:
+        backends = dict.fromkeys(self.kernels.values())
+        return {b: ", ".join(op for op, used in self.kernels.items() if used == b) for b in backends}
 
     @contextmanager
     def _start_stage(self, name: str) -> Iterator[None]:

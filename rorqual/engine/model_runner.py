@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from rorqual.batch import Batch
+from rorqual.batch import Batch, CacheView
 from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
 from rorqual.cache.spec import GroupLayers, group_layers
 from rorqual.cache.storage import KVStorage
@@ -20,7 +20,7 @@ from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
 from rorqual.models.registry import Model, build_model, read_model_config
-from rorqual.ops.registry import load_backends
+from rorqual.ops.registry import Op, load_backends, watch
 from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,30 @@ class ModelRunner:
                     on_tensor=bar.update,
                 )
         prepare_weights(self.model)
+
+    def warm_up(self) -> dict[str, str]:
+        """Run one token that writes nothing, so that the first request does not pay for it; op -> backend that ran."""
+        used: dict[str, str] = {}
+
+        def tell(op: Op[..., Any], verdicts: dict[str, str]) -> None:
+            used[op.name] = next(backend for backend, verdict in verdicts.items() if verdict == "ok")
+
+        device = self.resolved.device
+        zero, one = (torch.full((1,), n, dtype=torch.int64, device=device) for n in (0, 1))
+        view = CacheView(zero - 1, zero[None].int())
+        batch = Batch(
+            input_ids=zero,
+            positions=zero,
+            cu_seqlens_q=torch.cat((zero, one)).int(),
+            context_lens=one.int(),
+            caches=(view,) * len(self.resolved.groups),
+            logits_indices=zero,
+            query_lens=(1,),
+            context_lens_host=(1,),
+        )
+        with watch(tell):
+            self.run(batch)
+        return used
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:

@@ -77,13 +77,13 @@ class Scheduler:
     def advance(self, chunk: Chunk, new_token_ids: SequenceOf[int]) -> None:
         """Record that a chunk was computed and which tokens were accepted after it: drafts, then one fresh token."""
         seq = chunk.seq
+        if chunk.samples:  # asked before the tokens grow
+            seq.draft_token_ids = []
         seq.num_computed_tokens = min(chunk.stop, len(seq.token_ids))
         if new_token_ids:
             # The last accepted token has no KV yet; drafts behind the accepted ones are rolled back by the count.
             seq.token_ids += new_token_ids
             seq.num_computed_tokens = len(seq.token_ids) - 1
-        if chunk.samples:
-            seq.draft_token_ids = []
         self.cache.publish(seq)
 
     def finish(self, seq: Sequence) -> None:

@@ -25,7 +25,7 @@ class Attention(nn.Module):
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> like query."""
         cache = kv[self.layer]
         view = batch.caches[cache.group]
-        store_kvcache(key, value, cache.key, cache.value, view.slot_mapping)
+        store_kvcache(key, value, cache.key, cache.value, view.slot_mapping, scratch=batch.scratch)
         return paged_attention(
             query,
             cache.key,

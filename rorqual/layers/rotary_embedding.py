@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rorqual.batch import Batch
 from rorqual.config import did_you_mean
 from rorqual.ops.rope import rotary_embedding
 
@@ -32,8 +33,8 @@ class RopeParameters:
     def from_config(cls, config: Mapping[str, Any], *, layer_type: str | None = None) -> RopeParameters:
         """Read `rope_theta` with `rope_scaling`, or `rope_parameters`, flat or per layer type.
 
-        `rope_parameters` wins where both give a value. Raises ValueError for an unknown kind, a missing number or a
-        parameter that the kind does not have.
+        Raises ValueError for an unknown kind, a missing number, a value that is no number, a parameter that the kind
+        does not have, and where `rope_scaling` and `rope_parameters` contradict each other.
         """
         given: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
@@ -44,7 +45,11 @@ class RopeParameters:
                 if layer_type not in value:
                     raise ValueError(f"{key} has no entry for layer type {layer_type!r}; it has {', '.join(value)}")
                 value = value[layer_type]
-            given.update({k: v for k, v in value.items() if v is not None})
+            for name, number in value.items():
+                if number is not None and given.setdefault(name, number) != number:
+                    raise ValueError(
+                        f"rope_scaling says {name} = {given[name]!r} and rope_parameters says {number!r}: drop one"
+                    )
         old_type = given.pop("type", None)
         rope_type = given.pop("rope_type", None) or old_type or "default"
         theta = given.pop("rope_theta", None) or config.get("rope_theta")
@@ -54,9 +59,9 @@ class RopeParameters:
         if rope_type not in _KINDS:
             raise ValueError(f"rope type {rope_type!r} is not supported: {did_you_mean(rope_type, _KINDS)}")
         required, optional = _KINDS[rope_type]
-        if partial := given.pop("partial_rotary_factor", None):
-            if partial != 1:
-                raise ValueError(f"partial_rotary_factor must be 1 for this model, got {partial}")
+        partial = given.pop("partial_rotary_factor", 1)
+        if partial != 1:
+            raise ValueError(f"partial_rotary_factor must be 1 for this model, got {partial}")
         given.pop("finetuned", None)
         if rope_type in ("yarn", "longrope", "llama3", "dynamic"):
             given.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
@@ -67,8 +72,25 @@ class RopeParameters:
         if missing := [name for name in required if given.get(name) is None]:
             raise ValueError(f"rope type {rope_type!r} needs {', '.join(missing)}")
         if unknown := [name for name in given if name not in (*required, *optional)]:
-            raise ValueError(f"rope type {rope_type!r} does not know {unknown[0]!r}: {did_you_mean(unknown[0], (*required, *optional))}")
+            known = did_you_mean(unknown[0], (*required, *optional))
+            raise ValueError(f"rope type {rope_type!r} does not know {unknown[0]!r}: {known}")
+        for name, number in {"rope_theta": theta, **given}.items():
+            _check_number(name, number)
         return cls(rope_type, float(theta), given)
+
+
+def _check_number(name: str, value: Any) -> None:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    if name == "truncate":
+        right, kind = isinstance(value, bool), "true or false"
+    elif name in ("short_factor", "long_factor", "factors"):
+        right, kind = isinstance(value, list) and all(map(is_number, value)), "a list of numbers"
+    else:
+        right, kind = is_number(value), "a number"
+    if not right:
+        raise ValueError(f"the rotary embedding's {name} must be {kind}, got {value!r}")
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -97,7 +119,8 @@ def inverse_frequencies(
     """
     numbers, theta = parameters.numbers, parameters.theta
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    plain = 1.0 / theta**exponent
+    powers = theta**exponent
+    plain = 1.0 / powers
     match parameters.rope_type:
         case "default":
             return plain, 1.0
@@ -113,28 +136,36 @@ def inverse_frequencies(
         case "llama3":
             return _llama3(plain, numbers), 1.0
         case "yarn":
-            return _yarn(plain, rotary_dim, theta, numbers)
+            return _yarn(powers, rotary_dim, theta, numbers)
         case "longrope":
             trained, factor = numbers[_ORIGINAL], numbers["factor"]
-            stretch = numbers["long_factor"] if max_model_len > trained else numbers["short_factor"]
+            stretch = _per_pair(numbers, "long_factor" if max_model_len > trained else "short_factor", rotary_dim)
             attention_factor = numbers.get("attention_factor")
             if attention_factor is None:
                 attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-            return 1.0 / (torch.tensor(stretch, dtype=torch.float32) * theta**exponent), attention_factor
+            return 1.0 / (stretch * powers), attention_factor
         case _:
-            return plain / torch.tensor(numbers["factors"], dtype=torch.float32), 1.0
+            return plain / _per_pair(numbers, "factors", rotary_dim), 1.0
+
+
+def _per_pair(numbers: Mapping[str, Any], name: str, rotary_dim: int) -> torch.Tensor:
+    """float32 [rotary_dim / 2], one number per pair of channels."""
+    if len(numbers[name]) != rotary_dim // 2:
+        raise ValueError(f"the rotary embedding's {name} must have {rotary_dim // 2} entries, got {len(numbers[name])}")
+    return torch.tensor(numbers[name], dtype=torch.float32)
 
 
 def _llama3(plain: torch.Tensor, numbers: Mapping[str, Any]) -> torch.Tensor:
     """Long wavelengths are slowed by `factor`, short ones kept, and those between blended. Source: Llama 3.1."""
     factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
-    turns = numbers[_ORIGINAL] * plain / (2 * math.pi)  # rotations within the trained context
+    # Rotations within the trained context. In transformers' order of roundings: position 4095 multiplies the last bit.
+    turns = numbers[_ORIGINAL] / (2 * math.pi / plain)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / factor + blend * plain
 
 
 def _yarn(
-    plain: torch.Tensor, rotary_dim: int, theta: float, numbers: Mapping[str, Any]
+    powers: torch.Tensor, rotary_dim: int, theta: float, numbers: Mapping[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """Peng et al. 2023, arXiv:2309.00071."""
     factor, trained = numbers["factor"], numbers[_ORIGINAL]
@@ -156,18 +187,21 @@ def _yarn(
     if attention_factor is None:
         weight, all_dim = numbers.get("mscale"), numbers.get("mscale_all_dim")
         attention_factor = mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
-    return plain / factor * interpolated + plain * (1 - interpolated), attention_factor
+    kept = 1 - interpolated  # transformers' order of roundings, as in _llama3
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
 
 
 class RotaryEmbedding(nn.Module):
-    """One table [max_model_len, rotary_dim] float32, a row [cos | sin] per position, shared by the layers that use it."""
+    """One float32 table [max_model_len, rotary_dim], one row [cos | sin] per position, which layers share."""
 
-    def __init__(self, parameters: RopeParameters, rotary_dim: int, *, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, parameters: RopeParameters, rotary_dim: int, *, max_model_len: int, device: torch.device
+    ) -> None:
         super().__init__()
         frequencies, factor = inverse_frequencies(parameters, rotary_dim, max_model_len=max_model_len)
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, num_heads, head_dim], positions [num_tokens] -> x rotated."""
-        return rotary_embedding(x, positions, self.cos_sin)
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [num_tokens, num_heads, head_dim] -> x rotated by each token's position."""
+        return rotary_embedding(x, batch.positions, self.cos_sin, scratch=batch.scratch)

@@ -31,7 +31,7 @@ def read_decoder_keys(reader: ConfigReader, *, default_head_dim: int | None = No
 
 
 def read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's sliding window per layer: layer_types if given, else the layers from max_window_layers on; None if unused."""
+    """Qwen's window per layer: by layer_types if given, else from layer max_window_layers on; None if unused."""
     window = reader.take("sliding_window", int, None)
     used = reader.take("use_sliding_window", bool, False)
     first = reader.take("max_window_layers", int, num_layers)
@@ -45,4 +45,9 @@ def read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | N
         raise ValueError(f"layer_types may hold {', '.join(known)}, got {unknown[0]!r}")
     if len(layer_types) != num_layers:
         raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    if window is None and "sliding_attention" in layer_types:
+        raise ValueError(
+            "layer_types holds 'sliding_attention', which needs use_sliding_window = true and a sliding_window: "
+            "set both, or make every entry 'full_attention'"
+        )
     return tuple(known[kind] for kind in layer_types)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -71,11 +72,27 @@ class Op(Generic[P, R]):
         return verdicts | {"reference": "ok"}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        for tell in _watchers:
+            tell(self, self.explain(*args, **kwargs))
         return self.choose(*args, **kwargs)(*args, **kwargs)
 
 
 OPS: dict[str, Op[..., Any]] = {}
 """Every declared op by name; complete after `load_backends`."""
+
+
+Watcher = Callable[[Op[..., Any], dict[str, str]], None]
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watch(tell: Watcher) -> Iterator[None]:
+    """While the block runs, tell of every call: the op and what `explain` says about its arguments."""
+    _watchers.append(tell)
+    try:
+        yield
+    finally:
+        _watchers.remove(tell)
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from rorqual.ops.registry import op
@@ -14,11 +17,13 @@ def store_kvcache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    scratch: dict[Hashable, Any] | None = None,
 ) -> None:
     """cache[slot // block_size, slot % block_size] = row, for every token whose slot is not -1.
 
     key, value [num_tokens, num_kv_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] with any
-    strides, written in place; slot_mapping [num_tokens] int64.
+    strides, written in place; slot_mapping [num_tokens] int64. `scratch` is the batch's, for what layers can share.
     """
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().squeeze(1)

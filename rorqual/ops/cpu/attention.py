@@ -6,6 +6,8 @@ context so that padding stays small. Longer chunks go one by one, in blocks of q
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from rorqual.batch import Batch
@@ -41,36 +43,64 @@ def paged_attention_cpu(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """See the reference."""
-    caches = _HeadRows(key_cache, value_cache)
-    out = torch.empty_like(query)
-    num_single = batch.num_single_token_seqs
-    for rows in _buckets(batch.context_lens_host[:num_single], sliding_window):
-        index = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else torch.tensor(rows)
-        contexts = [batch.context_lens_host[row] for row in rows]
-        out[index] = _single_tokens(query[index], caches, block_tables[index], contexts, scale, sliding_window)
-    start = num_single
-    for i in range(num_single, len(batch.query_lens)):
+    caches = _HeadRows.of(key_cache, value_cache)
+    name = ("paged_attention", id(block_tables), sliding_window, caches.num_heads, query.dtype)
+    buckets: list[_Bucket] | None = batch.scratch.get(name)
+    if buckets is None:
+        contexts = batch.context_lens_host[: batch.num_single_token_seqs]
+        groups = _buckets(contexts, sliding_window)
+        buckets = [_plan(rows, contexts, block_tables, caches, sliding_window, query.dtype) for rows in groups]
+        batch.scratch[name] = buckets
+    if len(buckets) == 1 and len(batch.query_lens) == batch.num_single_token_seqs:
+        return _single_tokens(query, caches, buckets[0], scale)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for bucket in buckets:
+        out[bucket.rows] = _single_tokens(query[bucket.rows], caches, bucket, scale)
+    start = batch.num_single_token_seqs
+    for i in range(start, len(batch.query_lens)):
         stop, context = start + batch.query_lens[i], batch.context_lens_host[i]
         _chunk(query[start:stop], caches, block_tables[i], context, scale, sliding_window, out[start:stop])
         start = stop
     return out
 
 
-class _HeadRows:
+class _HeadRows(NamedTuple):
     """Both caches as rows of one head's keys in one block, ready to be gathered."""
 
-    def __init__(self, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-        self.num_blocks, self.block_size, self.num_heads, self.head_dim = key_cache.shape
-        rows = (self.num_blocks * self.num_heads, self.block_size * self.head_dim)
-        self.keys = key_cache.transpose(1, 2).view(rows)
-        self.values = value_cache.transpose(1, 2).view(rows)
-        self.head_offsets = torch.arange(self.num_heads)[:, None]
+    keys: torch.Tensor
+    """[num_blocks * num_heads, block_size * head_dim]"""
+    values: torch.Tensor
+    num_heads: int
+    block_size: int
+    head_dim: int
 
-    def gather(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """blocks [num_seqs, n] -> keys and values, each [num_seqs * num_heads, n * block_size, head_dim]."""
-        rows = (blocks[:, None, :] * self.num_heads + self.head_offsets).reshape(-1)
-        shape = (blocks.shape[0] * self.num_heads, blocks.shape[1] * self.block_size, self.head_dim)
+    @classmethod
+    def of(cls, key_cache: torch.Tensor, value_cache: torch.Tensor) -> _HeadRows:
+        num_blocks, size, heads, dim = key_cache.shape
+        keys, values = (c.transpose(1, 2).view(num_blocks * heads, size * dim) for c in (key_cache, value_cache))
+        return cls(keys, values, heads, size, dim)
+
+    def rows_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """blocks [num_seqs, n] -> row numbers [num_seqs * num_heads * n]."""
+        return (blocks[:, None, :] * self.num_heads + torch.arange(self.num_heads)[:, None]).reshape(-1)
+
+    def gather(self, rows: torch.Tensor, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `rows_of`, each [num_seqs * num_heads, n * block_size, head_dim]."""
+        shape = (num_seqs * self.num_heads, -1, self.head_dim)
         return self.keys.index_select(0, rows).view(shape), self.values.index_select(0, rows).view(shape)
+
+
+class _Bucket(NamedTuple):
+    """Single-token sequences that are computed together, and what all layers share about them."""
+
+    rows: torch.Tensor
+    """[n] rows of the query."""
+    cache_rows: torch.Tensor
+    """Rows of _HeadRows to gather."""
+    bias: torch.Tensor
+    """[n * num_heads, 1, num_keys]: 0, or -inf where a key is not the sequence's or behind its window."""
+    hides: bool
+    """Whether any bias is -inf."""
 
 
 def _buckets(contexts: tuple[int, ...], sliding_window: int | None) -> list[list[int]]:
@@ -86,43 +116,45 @@ def _buckets(contexts: tuple[int, ...], sliding_window: int | None) -> list[list
     return [sorted(bucket) for bucket in buckets]
 
 
-def _single_tokens(
-    query: torch.Tensor,
+def _plan(
+    rows: list[int],
+    all_contexts: tuple[int, ...],
+    block_tables: torch.Tensor,
     caches: _HeadRows,
-    tables: torch.Tensor,
-    contexts: list[int],
-    scale: float,
     sliding_window: int | None,
-) -> torch.Tensor:
+    dtype: torch.dtype,
+) -> _Bucket:
+    size, index = caches.block_size, torch.tensor(rows)
+    tables, ends = block_tables[index], torch.tensor([all_contexts[row] for row in rows])
+    firsts = torch.zeros_like(ends) if sliding_window is None else (ends - sliding_window).clamp_(min=0)
+    first_blocks = firsts // size
+    num_blocks = int((-(-ends // size) - first_blocks).max())
+    columns = (first_blocks[:, None] + torch.arange(num_blocks)).clamp_(max=tables.shape[1] - 1)
+    at = torch.arange(num_blocks * size)
+    offset = (first_blocks * size)[:, None]
+    hidden = (at >= ends[:, None] - offset) | (at < firsts[:, None] - offset)
+    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return _Bucket(
+        index,
+        caches.rows_of(tables.gather(1, columns).long()),
+        bias.repeat_interleave(caches.num_heads, dim=0)[:, None, :],
+        bool(hidden.any()),
+    )
+
+
+def _single_tokens(query: torch.Tensor, caches: _HeadRows, bucket: _Bucket, scale: float) -> torch.Tensor:
     """query [num_seqs, num_heads, head_dim], one token each -> the same shape."""
-    size, num_seqs = caches.block_size, len(contexts)
-    ends = torch.tensor(contexts)
-    if sliding_window is None:
-        firsts = torch.zeros_like(ends)
-        blocks = tables[:, : -(-max(contexts) // size)].long()
-    else:
-        firsts = (ends - sliding_window).clamp_(min=0)
-        first_blocks = firsts // size
-        num_blocks = int((-(-ends // size) - first_blocks).max())
-        columns = (first_blocks[:, None] + torch.arange(num_blocks)).clamp_(max=tables.shape[1] - 1)
-        blocks = tables.gather(1, columns).long()
-        firsts, ends = firsts - first_blocks * size, ends - first_blocks * size
-    keys, values = caches.gather(blocks)
-    grouped = query.reshape(num_seqs * caches.num_heads, -1, caches.head_dim)
-    scores = torch.bmm(grouped * scale, keys.transpose(1, 2)).view(num_seqs, -1, keys.shape[1])
-    at = torch.arange(keys.shape[1])
-    hidden = (at >= ends[:, None]) | (at < firsts[:, None])
-    hidden_any = bool(hidden.any())
-    if hidden_any:
-        scores.masked_fill_(hidden[:, None, :], float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(grouped.shape[0], -1, keys.shape[1])
-    out = torch.bmm(weights, values).view(query.shape)
-    if hidden_any and bool(out.isnan().any()):
-        # An unwritten or foreign slot may hold NaN, which a weight of zero does not silence.
-        values = values.view(num_seqs, caches.num_heads, -1, caches.head_dim)
-        values = values.masked_fill(hidden[:, None, :, None], 0).view(keys.shape)
-        out = torch.bmm(weights, values).view(query.shape)
-    return out
+    keys, values = caches.gather(bucket.cache_rows, query.shape[0])
+    grouped = query.reshape(keys.shape[0], -1, caches.head_dim)  # the query heads of each KV head together
+    scores = torch.baddbmm(bucket.bias, grouped, keys.transpose(1, 2), alpha=scale)
+    weights = scores.softmax(-1)
+    out = torch.bmm(weights, values)
+    if bucket.hides and bool(out.isnan().any()):
+        # An unwritten or foreign slot may hold NaN, which neither a bias nor a weight of zero silences.
+        hidden = bucket.bias == float("-inf")
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(scale).masked_fill_(hidden, float("-inf"))
+        out = torch.bmm(scores.softmax(-1), values.masked_fill(hidden.transpose(1, 2), 0))
+    return out.view(query.shape)
 
 
 def _chunk(
@@ -139,7 +171,8 @@ def _chunk(
     first_query = context - num_tokens
     first_block = 0 if sliding_window is None else max(0, first_query - sliding_window + 1) // size
     blocks = table[first_block : -(-context // size)].long()[None]
-    keys, values = (t[:, : context - first_block * size] for t in caches.gather(blocks))  # [heads, keys, head_dim]
+    num_keys = context - first_block * size
+    keys, values = (t[:, :num_keys] for t in caches.gather(caches.rows_of(blocks), 1))  # [heads, keys, head_dim]
     # [kv_heads, group, tokens, head_dim], so that one product serves all query heads of a KV head
     grouped = (query * scale).view(num_tokens, caches.num_heads, -1, caches.head_dim).permute(1, 2, 0, 3)
     group = grouped.shape[1]
@@ -155,6 +188,6 @@ def _chunk(
         if sliding_window is not None:
             hidden |= at <= position - sliding_window
         scores.masked_fill_(hidden, float("-inf"))
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(caches.num_heads, -1, scores.shape[-1])
+        weights = scores.softmax(-1).view(caches.num_heads, -1, scores.shape[-1])
         result = torch.bmm(weights, values[:, visible]).view(caches.num_heads, group, stop - start, -1)
         out[start:stop] = result.permute(2, 0, 1, 3).reshape(stop - start, -1, caches.head_dim)

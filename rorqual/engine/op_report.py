@@ -1,0 +1,65 @@
+"""Which implementation each op of a model gets on this machine, found by running a small copy of the model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rorqual.config import EngineConfig
+from rorqual.engine.engine import Engine
+from rorqual.loader.checkpoint import open_checkpoint
+from rorqual.loader.source import resolve_model
+from rorqual.ops.registry import Op, watch
+from rorqual.sampling_params import SamplingParams
+
+_NUM_LAYERS = 2
+_LARGEST_VOCABULARY = 8192
+"""Kernels do not ask for more layers or a larger vocabulary than this."""
+_KINDS = (
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4, ignore_eos=True),
+)
+
+
+class OpVerdict(NamedTuple):
+    """What one backend says about the calls of one op."""
+
+    op: str
+    backend: str
+    verdict: str
+    """"used", "ok" (would take it, a better one does), or the sentence with which it refuses."""
+
+
+def op_report(config: EngineConfig) -> list[OpVerdict]:
+    """Run prompts and decode steps through two layers of the model with made-up weights; what each op answered.
+
+    Widths, heads, dtype and device are the model's own. A backend that takes some calls and refuses others gets one
+    row for each answer. Raises ValueError as the engine does.
+    """
+    hf_config = open_checkpoint(resolve_model(config.model, revision=config.revision), load_format="dummy").config
+    small: dict[str, Any] = {"num_hidden_layers": _NUM_LAYERS}
+    if isinstance(hf_config.get("layer_types"), list):
+        small["layer_types"] = hf_config["layer_types"][:_NUM_LAYERS]
+    if hf_config.get("vocab_size", 0) > _LARGEST_VOCABULARY:
+        small["vocab_size"] = _LARGEST_VOCABULARY
+    changes = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "hf_overrides": {**config.hf_overrides, **small},
+        "max_model_len": 128,
+        "num_kv_blocks": 128,
+        "kv_cache_memory": None,
+    }
+    engine = Engine(EngineConfig(**(config.model_dump(exclude_unset=True) | changes)))
+    found: dict[OpVerdict, None] = {}
+
+    def tell(op: Op[..., Any], verdicts: dict[str, str]) -> None:
+        used = next(backend for backend, verdict in verdicts.items() if verdict == "ok")
+        for backend, verdict in verdicts.items():
+            found[OpVerdict(op.name, backend, "used" if backend == used else verdict)] = None
+
+    with watch(tell):
+        for params in _KINDS:
+            engine.add_request(range(3, 40), params)
+        while engine.has_work:
+            engine.step()
+    return sorted(found)

@@ -1,0 +1,63 @@
+"""Write new keys and values into the paged cache on CPU: one row copy per tensor, its indices shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from rorqual.ops.store_kvcache import store_kvcache
+
+
+class _Rows(NamedTuple):
+    """Which rows of the input go to which rows of a cache seen as [num_blocks * num_kv_heads * block_size, head_dim]."""
+
+    source: torch.Tensor | None
+    """Tokens that have a slot; None if all have."""
+    target: torch.Tensor
+
+
+def _refuse(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, *_args: object, **_kwargs: object
+) -> str | None:
+    if key.device.type != "cpu":
+        return f"needs CPU tensors, got {key.device.type}"
+    if not key_cache.transpose(1, 2).is_contiguous():
+        return "needs a cache whose heads lie one after the other in each block"
+    return None
+
+
+@store_kvcache.impl("cpu", refuse=_refuse)
+def store_kvcache_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    scratch: dict[Hashable, Any] | None = None,
+) -> None:
+    """See the reference."""
+    _, block_size, num_heads, head_dim = key_cache.shape
+    name = ("store_kvcache", id(slot_mapping), block_size, num_heads)
+    rows = scratch.get(name) if scratch is not None else None
+    if rows is None:
+        rows = _rows(slot_mapping, block_size, num_heads)
+        if scratch is not None:
+            scratch[name] = rows
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        kept = new if rows.source is None else new[rows.source]
+        cache.transpose(1, 2).view(-1, head_dim).index_copy_(
+            0, rows.target, kept.reshape(-1, head_dim).to(cache.dtype)
+        )
+
+
+def _rows(slot_mapping: torch.Tensor, block_size: int, num_heads: int) -> _Rows:
+    source = None
+    if bool((slot_mapping < 0).any()):
+        source = (slot_mapping >= 0).nonzero().squeeze(1)
+        slot_mapping = slot_mapping[source]
+    block = slot_mapping // block_size
+    heads = block[:, None] * num_heads + torch.arange(num_heads)
+    return _Rows(source, (heads * block_size + (slot_mapping - block * block_size)[:, None]).flatten())

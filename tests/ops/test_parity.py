@@ -1,0 +1,145 @@
+"""Every implementation of every op against its reference, on every case. Registering a kernel is what tests it.
+
+A new implementation needs no test of its own; a new op needs cases in tests/ops/cases.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual.ops.registry import OPS, Impl, Op, load_backends
+from rorqual.platform import native_bfloat16
+from tests.ops.cases import CASES
+
+load_backends("cpu")
+
+BF16 = torch.bfloat16
+EXACT = (0.0, 0.0)
+TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
+    # op -> dtype of the result -> (relative, absolute); what is not listed must be equal to the last bit.
+    "paged_attention": {torch.float32: (1e-5, 2e-6), BF16: (2**-6, 2e-2)},  # scores are rounded to bfloat16
+    "rms_norm": {torch.float32: (1e-5, 1e-6), BF16: (2**-7, 1e-6)},  # one step: weight before or after rounding
+    "add_rms_norm": {torch.float32: (1e-5, 1e-6), BF16: (2**-7, 1e-6)},
+    "linear": {torch.float32: (1e-5, 1e-4), BF16: (2**-7, 2e-2)},  # sums in another order
+    "total_mass": {torch.float64: (1e-12, 0.0)},
+}
+REFUSED: dict[tuple[str, str], set[str]] = {
+    ("paged_attention", "cpu"): {"layout_of_the_gpu", "cache_of_another_dtype"},
+    ("prepare_weight", "cpu"): {"float32"},
+    ("linear", "cpu"): {"float32", "float32_bias"},  # such a weight is not packed
+    ("gumbel_argmax", "cpu"): {"short_rows", "candidates", "many_candidates"},
+}
+NEEDS_BFLOAT16 = {("prepare_weight", "cpu"), ("linear", "cpu")}
+
+
+def parameters(ops: Mapping[str, Op[..., Any]]) -> Iterator[tuple[str, str, str | None]]:
+    """(op, backend, case) of every implementation; one with None where there is no case."""
+    for name, op in ops.items():
+        for impl in op.impls:
+            for case in CASES.get(name) or [None]:
+                yield name, impl.backend, case
+
+
+def require_cases(op: str, case: str | None) -> None:
+    if case is None:
+        pytest.fail(f"no cases for op {op!r}: add some to tests/ops/cases.py")
+
+
+def clone(value: Any) -> Any:
+    """A copy that shares nothing and keeps strides, so that writing to one call's arguments cannot touch another's."""
+    return copy.deepcopy(value)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor inside a result or arguments, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.to_dense() if value.is_mkldnn else value]
+    if dataclasses.is_dataclass(value):
+        return tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, Mapping):
+        return tensors(list(value.values()))
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors(item)]
+    return []
+
+
+def impl_of(op: str, backend: str) -> Impl[..., Any]:
+    return next(impl for impl in OPS[op].impls if impl.backend == backend)
+
+
+def packed(op: str, backend: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as this backend's `linear` gets them: weights laid out by its own `prepare_weight`."""
+    if op != "linear":
+        return args
+    prepare = impl_of("prepare_weight", backend)
+    x, weight, *bias = args
+    return (x, weight if prepare.refuse(weight) else prepare.fn(weight), *bias)
+
+
+@pytest.mark.parametrize(("op", "backend", "case"), list(parameters(OPS)))
+def test_implementation_equals_its_reference(op, backend, case):
+    require_cases(op, case)
+    if (op, backend) in NEEDS_BFLOAT16 and not native_bfloat16(torch.device("cpu")):
+        pytest.skip("this processor has no bfloat16 matrix instructions")
+    args, options = CASES[op][case]()
+    impl = impl_of(op, backend)
+    own_args = packed(op, backend, args)
+    refusal = impl.refuse(*own_args, **options)
+    assert (refusal is not None) == (case in REFUSED.get((op, backend), ())), (
+        refusal or "takes a case listed as refused"
+    )
+    if refusal is not None:
+        assert OPS[op].explain(*own_args, **options)[backend] == refusal
+        return
+
+    want_args = clone(args)
+    want = OPS[op].reference(*want_args, **clone(options))
+    got_args = packed(op, backend, clone(args))
+    got = impl.fn(*got_args, **clone(options))
+
+    assert type(got) is type(want)
+    for ours, theirs in zip(tensors(got), tensors(want), strict=True):
+        assert ours.shape == theirs.shape
+        rtol, atol = TOLERANCES.get(op, {}).get(theirs.dtype, EXACT)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan="nan" in case)
+    if op != "linear":  # whose arguments are packed
+        for ours, theirs in zip(tensors(got_args), tensors(want_args), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg="an argument was changed")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_does_not_care_about_strides(op):
+    """On every case, and on cases alike with dense arguments. Also keeps the cases of ops without kernels alive."""
+    require_cases(op, next(iter(CASES.get(op, ())), None))
+    for case, make in CASES[op].items():
+        if case.startswith(("spread", "chunk_beyond")):
+            continue  # large, for the kernels' sake
+        args, options = make()
+        dense = [a.contiguous() if isinstance(a, torch.Tensor) and "cache" not in case else a for a in args]
+        as_given, as_dense = clone(args), clone(dense)
+        got = OPS[op].reference(*as_given, **options)
+        want = OPS[op].reference(*as_dense, **options)
+        for ours, theirs in zip(tensors((got, as_given)), tensors((want, as_dense)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True, msg=f"{op}, case {case}")
+        if "nan" not in case:
+            assert not any(bool(t.isnan().any()) for t in tensors(got)), case
+
+
+def test_every_listed_refusal_names_a_case():
+    for (op, backend), cases in REFUSED.items():
+        assert impl_of(op, backend)
+        assert cases <= CASES[op].keys()
+
+
+def test_implementation_without_cases_fails():
+    orphan = Op(test_every_listed_refusal_names_a_case)
+    orphan.impl("cpu")(lambda: None)
+    assert list(parameters({"orphan": orphan})) == [("orphan", "cpu", None)]
+    with pytest.raises(pytest.fail.Exception, match="no cases for op 'orphan'"):
+        require_cases("orphan", None)

@@ -1,0 +1,234 @@
+"""The references, which define every op, against independent formulas: plain loops and float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rorqual.ops.attention import paged_attention
+from rorqual.ops.linear import linear, prepare_weight
+from rorqual.ops.moe import Routing, fused_experts, route_softmax
+from rorqual.ops.rms_norm import add_rms_norm, rms_norm
+from rorqual.ops.rope import rotary_embedding
+from rorqual.ops.silu_and_mul import silu_and_mul
+from rorqual.ops.store_kvcache import store_kvcache
+from tests.ops.cases import CASES, normal
+from tests.ops.paged_cases import ATTENTION_CASES, STORE_CASES, PagedCase, make_cache
+
+BF16 = torch.bfloat16
+ONE_ROUNDING = {torch.float32: 2e-6, BF16: 2**-8}
+"""Relative error of a value that was rounded once, with room for a float32 sum."""
+
+
+def array(x: torch.Tensor) -> np.ndarray:
+    return x.double().numpy()
+
+
+def assert_near(got: torch.Tensor, want: np.ndarray, *, atol: float = 1e-6) -> None:
+    assert got.shape == want.shape
+    np.testing.assert_allclose(array(got), want, rtol=ONE_ROUNDING[got.dtype], atol=atol)
+
+
+# --- attention
+
+
+def plain_attention(case: PagedCase) -> np.ndarray:
+    """One query, one head at a time; a key is seen if it is not later, and fewer than `window` tokens back."""
+    window = case.options.get("sliding_window", math.inf)
+    out, row = np.zeros(case.query.shape), 0
+    for keys, values, length in zip(case.keys, case.values, case.batch.query_lens, strict=True):
+        keys, values = (array(x.to(case.key_cache.dtype)) for x in (keys, values))  # noqa: PLW2901
+        for position in range(len(keys) - length, len(keys)):
+            seen = [i for i in range(len(keys)) if i <= position and position - i < window]
+            for head in range(case.query.shape[1]):
+                kv_head = head * keys.shape[1] // case.query.shape[1]
+                scores = keys[seen, kv_head] @ array(case.query[row, head]) * case.options["scale"]
+                weights = np.exp(scores - scores.max())
+                out[row, head] = weights / weights.sum() @ values[seen, kv_head]
+            row += 1
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION_CASES if "spread" not in name and "beyond" not in name])
+def test_paged_attention_is_softmax_over_what_each_token_sees(name):
+    case = ATTENTION_CASES[name]()
+    got = paged_attention.reference(*case.args, **case.options)
+    assert got.dtype == case.query.dtype
+    assert_near(got, plain_attention(case), atol=1e-5)
+
+
+def test_ro6_window_counts_the_query_itself():
+    """Window 4 sees keys q-3 to q: with equal scores, the mean of their values."""
+    for context in (3, 4, 5, 8):
+        case = ATTENTION_CASES["window_edge"]()
+        values = torch.arange(float(context)).view(-1, 1, 1)
+        value_cache = make_cache(3, 4, 1, 1, layout="heads", dtype=torch.float32)
+        value_cache.view(-1)[:context] = values.view(-1)
+        batch = type(case.batch)(**{**_fields(case.batch), "query_lens": (1,), "context_lens_host": (context,)})
+        table = torch.arange(3, dtype=torch.int32)[None]
+        out = paged_attention.reference(
+            torch.zeros(1, 1, 1), torch.zeros(3, 4, 1, 1), value_cache, batch, table, scale=1.0, sliding_window=4
+        )
+        assert out.item() == pytest.approx(values[-4:].mean().item())
+
+
+def _fields(batch):
+    return {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+
+
+# --- storing keys and values
+
+
+@pytest.mark.parametrize("name", STORE_CASES)
+def test_mo5_store_writes_owned_slots_and_nothing_else(name):
+    (key, value, key_cache, value_cache, slots), _ = STORE_CASES[name]()
+    for cache in (key_cache, value_cache):
+        cache.copy_(normal(*cache.shape, seed=8))
+    before = [array(cache).copy() for cache in (key_cache, value_cache)]
+    assert store_kvcache.reference(key, value, key_cache, value_cache, slots) is None
+    for rows, cache, want in zip((key, value), (key_cache, value_cache), before, strict=True):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                want[slot // 4, slot % 4] = array(rows[token].to(cache.dtype))
+        np.testing.assert_array_equal(array(cache), want)
+
+
+def test_mo5_a_padded_row_of_nan_reaches_nothing():
+    key = torch.full((3, 1, 2), float("nan"))
+    key[1] = 1.0
+    cache = torch.zeros(2, 4, 1, 2)
+    store_kvcache.reference(key, key, cache, cache.clone(), torch.tensor([-1, 6, -1]))
+    assert cache.sum() == 2
+    assert cache[1, 2].tolist() == [[1.0, 1.0]]
+
+
+# --- norms, gate, rotation, products
+
+
+@pytest.mark.parametrize("name", CASES["rms_norm"])
+def test_rms_norm_is_its_formula(name):
+    (x, weight), options = CASES["rms_norm"][name]()
+    wide = array(x)
+    normalised = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + options["eps"])
+    if x.dtype == BF16:  # rounded before it is multiplied
+        normalised = array(torch.from_numpy(normalised).to(BF16))
+        got, want = rms_norm.reference(x, weight, **options), normalised * array(weight)
+        np.testing.assert_allclose(array(got), want, rtol=2**-7, atol=1e-6)
+    else:
+        assert_near(rms_norm.reference(x, weight, **options), normalised * array(weight))
+
+
+def test_rms_norm_rounds_before_the_weight():
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=BF16)
+    weight = torch.tensor([3.0, 5.0, 7.0, 11.0], dtype=BF16)
+    rounded = (x.double() / (7.5 + 1e-6) ** 0.5).to(BF16)
+    assert torch.equal(rms_norm.reference(x, weight, eps=1e-6), rounded * weight)
+
+
+@pytest.mark.parametrize("name", CASES["add_rms_norm"])
+def test_add_rms_norm_is_the_norm_of_the_rounded_sum(name):
+    (x, residual, weight), options = CASES["add_rms_norm"][name]()
+    normed, total = add_rms_norm.reference(x, residual, weight, **options)
+    assert total.dtype == x.dtype
+    np.testing.assert_array_equal(array(total), array((x.double() + residual.double()).to(x.dtype)))
+    torch.testing.assert_close(normed, rms_norm.reference(total, weight, **options), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES["silu_and_mul"])
+def test_silu_and_mul_is_its_formula(name):
+    (gate_up,), _ = CASES["silu_and_mul"][name]()
+    gate, up = np.split(array(gate_up), 2, axis=-1)
+    want = gate / (1 + np.exp(-gate)) * up
+    got = silu_and_mul.reference(gate_up)
+    np.testing.assert_allclose(array(got), want, rtol=2 * ONE_ROUNDING[got.dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES["rotary_embedding"])
+def test_rotary_embedding_turns_pairs_of_halves(name):
+    (x, positions, cos_sin), _ = CASES["rotary_embedding"][name]()
+    half = cos_sin.shape[1] // 2
+    want = array(x).copy()
+    for token, position in enumerate(positions.tolist()):
+        for pair in range(half):
+            a, b = array(x)[token, :, pair], array(x)[token, :, pair + half]
+            cos, sin = float(cos_sin[position, pair]), float(cos_sin[position, pair + half])
+            turned = (a + 1j * b) * complex(cos, sin)
+            want[token, :, pair], want[token, :, pair + half] = turned.real, turned.imag
+    got = rotary_embedding.reference(x, positions, cos_sin)
+    assert got.dtype == x.dtype
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("name", CASES["linear"])
+def test_linear_is_x_times_the_weight_transposed(name):
+    (x, weight, *bias), _ = CASES["linear"][name]()
+    want = array(x) @ array(weight).T + (array(bias[0]) if bias else 0)
+    got = linear.reference(x, prepare_weight.reference(weight), *bias)
+    assert got.dtype == x.dtype
+    np.testing.assert_allclose(array(got), want, rtol=ONE_ROUNDING[x.dtype], atol=1e-4 if x.dtype != BF16 else 2e-2)
+
+
+# --- mixture of experts
+
+LOGITS = {
+    "random": normal(9, 16),
+    "mo3_all_negative": -normal(9, 128).abs(),
+    "mo3_far_below_zero": -normal(9, 16).abs() * 50 - 300,
+    "mo3_all_equal": torch.full((3, 8), -2.0),
+    "mo3_one_extreme": torch.full((2, 8), -1.0).index_fill(1, torch.tensor([5]), 3e38),
+    "mo3_lowest_values": torch.full((2, 8), -3e38).index_fill(1, torch.tensor([2, 6]), -1e38),
+    "bfloat16": normal(9, 16).to(BF16),
+}
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("name", LOGITS)
+def test_mo3_routing_takes_the_experts_of_topk_over_softmax(name, renormalize):
+    logits, top_k = LOGITS[name], 3
+    routing = route_softmax.reference(logits, top_k=top_k, renormalize=renormalize)
+    want = logits.float().softmax(-1).topk(top_k)
+    assert torch.equal(routing.expert_ids, want.indices)
+
+    wide = array(logits)
+    probabilities = np.exp(wide - wide.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    chosen = np.take_along_axis(probabilities, array(routing.expert_ids).astype(int), -1)
+    best = -np.sort(-probabilities, axis=-1)[:, :top_k]
+    np.testing.assert_allclose(chosen, best, rtol=1e-6)  # no expert left out is better; ties may fall either way
+    if renormalize:
+        chosen = chosen / chosen.sum(-1, keepdims=True)
+    assert routing.weights.dtype == logits.dtype
+    assert_near(routing.weights, chosen)
+    assert all(len(set(row)) == top_k for row in routing.expert_ids.tolist())
+
+
+@pytest.mark.parametrize("name", CASES["fused_experts"])
+def test_fused_experts_is_the_sum_over_each_tokens_experts(name):
+    (x, gate_up, down, routing), _ = CASES["fused_experts"][name]()
+    want = np.zeros(x.shape)
+    for token in range(len(x)):
+        for expert, weight in zip(routing.expert_ids[token].tolist(), routing.weights[token].tolist(), strict=True):
+            gate, up = np.split(array(gate_up[expert]) @ array(x[token]), 2)
+            want[token] += weight * (array(down[expert]) @ (gate / (1 + np.exp(-gate)) * up))
+    got = fused_experts.reference(x, gate_up, down, routing)
+    assert got.dtype == x.dtype
+    step = 2**-7 if x.dtype == BF16 else 1e-6  # rounded after every product
+    np.testing.assert_allclose(array(got), want, rtol=step, atol=3 * step * np.abs(want).max(initial=0))
+
+
+def test_experts_take_prepared_weights():
+    (x, gate_up, down, routing), _ = CASES["fused_experts"]["bfloat16"]()
+    want = fused_experts.reference(x, gate_up, down, routing)
+    got = fused_experts.reference(x, *([prepare_weight(w) for w in part] for part in (gate_up, down)), routing)
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * want.abs().max().item())
+
+
+def test_experts_that_no_token_chose_are_not_computed():
+    nan = torch.full((4, 2), float("nan"))
+    weights = [nan, torch.ones(4, 2), nan]
+    routing = Routing(torch.tensor([[1], [1]]), torch.ones(2, 1))
+    out = fused_experts.reference(torch.ones(2, 2), weights, [w.view(2, 4)[:, :2] for w in weights], routing)
+    assert bool(out.isfinite().all())
