@@ -15,7 +15,7 @@ class CacheView(NamedTuple):
     slot_mapping: torch.Tensor
     """[num_tokens] int64: slot that each token writes, block * block_size + offset; -1 writes nothing."""
     block_tables: torch.Tensor
-    """[num_seqs, max_blocks] int32: blocks of each sequence's context; entries that no query sees hold any valid block."""
+    """[num_seqs, max_blocks] int32: blocks of each sequence's context; what no query sees is any valid block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class EngineConfig(StrictModel):
     max_num_batched_tokens: TokenCount | None = None
     """Tokens computed per step. Default: 512 on CPU, 8192 on GPU, and never below max_num_seqs."""
     long_prefill_token_threshold: TokenCount | None = None
-    """Most prompt tokens of one sequence per step. Default: all that is left, or half of it while other prompts wait."""
+    """Most prompt tokens of one sequence per step. Default: all that is left, or half while other prompts wait."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens per KV block."""
     enable_prefix_caching: bool = True
@@ -104,7 +104,7 @@ class EngineConfig(StrictModel):
     chat_template: str | None = None
     """A file with a Jinja chat template. Default: the model's own."""
     generation_config: str = "auto"
-    """Where default sampling parameters come from: "auto" (the model's generation_config.json), "vllm" (none), or a folder."""
+    """Source of default sampling options: "auto" (the model's generation_config.json), "vllm" (none), or a folder."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20
     """Most logprobs or prompt_logprobs that a request may ask for."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -59,7 +59,7 @@ class LLM:
 
         Raises: ValueError for any bad prompt or parameter, before anything is computed.
         """
-        several = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        several: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = self._params_for(several, sampling_params)
         # Nothing is queued until every prompt has been read.
         parsed = [self._parse(prompt) for prompt in several]
@@ -92,7 +92,7 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. `template_options` go to the chat template (tools, enable_thinking, ...)."""
+        """Answer one conversation, or several. `template_options` go to the chat template (tools, enable_thinking)."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         prompts = [{"prompt_token_ids": self._encode_chat(c, template_options)} for c in conversations]
@@ -150,11 +150,13 @@ class LLM:
                 )
             salt = prompt.get("cache_salt", "")
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt), salt
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
-        return None, prompt, salt
+        match prompt:
+            case str():
+                return prompt, self.get_tokenizer().encode(prompt), salt
+            case Sequence():
+                token_ids: Sequence[int] = prompt
+                return None, token_ids, salt
+        raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
     def _encode_chat(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> list[int]:
         return self.get_tokenizer().encode_chat(messages, **template_options)
@@ -168,7 +170,8 @@ class LLM:
             return [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(
-                f"there are {len(sampling_params)} sampling_params for {len(prompts)} prompts: pass one for all, or one each"
+                f"there are {len(sampling_params)} sampling_params for {len(prompts)} prompts: "
+                "pass one for all, or one each"
             )
         return list(sampling_params)
 
@@ -211,7 +214,7 @@ class Stream(Iterator[StreamDelta]):
         self.close()
 
 
-def _is_one_prompt(prompts: Any) -> TypeGuard[Prompt]:
+def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
@@ -236,7 +239,9 @@ class _Bar:
         elapsed = max(1e-9, self._bar.format_dict["elapsed"])
         prompt, output = (
             (now - before) / elapsed
-            for now, before in zip((self._stats.num_prompt_tokens, self._stats.num_output_tokens), self._start, strict=True)
+            for now, before in zip(
+                (self._stats.num_prompt_tokens, self._stats.num_output_tokens), self._start, strict=True
+            )
         )
         self._bar.set_postfix({"Prefill": f"{prompt:.0f}tok/s", "Decode": f"{output:.0f}tok/s"}, refresh=False)
         if num_done > self._bar.n:

@@ -1,4 +1,4 @@
-"""What this machine is: cores, memory, instruction sets, devices, and the dtypes they compute in. No torch at import."""
+"""What this machine is: cores, memory, instruction sets, devices and their dtypes. No torch at import."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _cgroup_memory_used() -> int:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Answer --device: "auto" is a usable CUDA device, else the CPU. Raises ValueError when cuda is asked for in vain."""
+    """Answer --device: "auto" is a usable CUDA device, else the CPU. Raises ValueError for a "cuda" there is not."""
     import torch
 
     if wanted == "cpu":
@@ -94,7 +94,9 @@ def pick_device(wanted: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if wanted == "cuda":
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu or check the driver")
+        raise ValueError(
+            "device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu or check the driver"
+        )
     return torch.device("cpu")
 
 

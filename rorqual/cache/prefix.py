@@ -1,4 +1,4 @@
-"""Names of token prefixes: equal content is one object, so a prefix-cache hit can never be a hash collision. No torch."""
+"""Names of token prefixes: equal content is one object, so a hit can never be a hash collision. No torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Ranks and how they share a model."""

@@ -22,7 +22,9 @@ class Mesh:
     def shard(self, size: int, *, what: str) -> slice:
         """This rank's slice of a dimension. Raises ValueError when the ranks cannot share it evenly."""
         if size % self.tp_size:
-            raise ValueError(f"{what} ({size}) cannot be split over {self.tp_size} ranks: use a tensor_parallel_size that divides it")
+            raise ValueError(
+                f"{what} ({size}) cannot be split over {self.tp_size} ranks: use a tensor_parallel_size that divides it"
+            )
         width = size // self.tp_size
         return slice(self.tp_rank * width, (self.tp_rank + 1) * width)
 

@@ -59,9 +59,7 @@ class Answer:
             return text + self.end("length")
         return text
 
-    def end(
-        self, reason: FinishReason, *, stop_reason: int | None = None, error: str | None = None
-    ) -> str:
+    def end(self, reason: FinishReason, *, stop_reason: int | None = None, error: str | None = None) -> str:
         """End the answer; returns the text that was held back for a stop string or an incomplete character."""
         text = self._match(self._detokenizer.finish()) if self._detokenizer is not None else ""
         if not self.finished:

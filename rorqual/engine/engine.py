@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rorqual.cache.block_pool import BlockPool
@@ -190,7 +191,7 @@ class Engine:
         if not ids:
             raise ValueError("the prompt is empty: it must have at least one token")
         for token in ids:
-            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+            if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise ValueError(
                     f"prompt token {token!r} is out of vocabulary: ids are integers from 0 to {self.vocab_size - 1}"
                 )
@@ -222,7 +223,7 @@ class Engine:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StreamDelta]:
-        """Move every running sequence on; returns what each answer gained. An empty list when there is nothing to do."""
+        """Move every running sequence on; returns what each answer gained. [] when there is nothing to do."""
         stats = self.stats
         with stats.stage("schedule"):
             chunks = self.scheduler.schedule()
@@ -291,9 +292,7 @@ class Engine:
             for token, logprob, rank in zip(found.token_ids, found.logprobs, found.ranks, strict=True)
         }
 
-    def _update(
-        self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str | None
-    ) -> StreamDelta | None:
+    def _update(self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str | None) -> StreamDelta | None:
         """Record a computed chunk; returns what its answer gained, or None."""
         seq = chunk.seq
         request, answer = self._answer_of[seq]
@@ -347,7 +346,7 @@ class Engine:
             request.on_finish(request.output)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the model's authors recommend; which file says so is the option generation_config."""
+        """SamplingParams as the model's authors recommend; the option generation_config says where."""
         if self.config.generation_config == "vllm":
             return SamplingParams()
         recommended = self.generation_config
@@ -365,13 +364,14 @@ class Engine:
         """What was started, for people: model, dtype, device, kernels, memory, time per stage."""
         r, gib = self.resolved, 2**30
         concurrency = r.num_kv_tokens / r.max_model_len
+        random = " of random values" if self.config.load_format == "dummy" else ""
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
         return "\n".join(
             (
                 f"model    {self.config.model} ({self.path})",
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
                 f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
-                f"weights  {r.weight_bytes / gib:.2f} GiB{' of random values' if self.config.load_format == 'dummy' else ''}",
+                f"weights  {r.weight_bytes / gib:.2f} GiB{random}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
                 f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
                 f"start    {stages}",

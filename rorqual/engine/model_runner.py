@@ -19,7 +19,7 @@ from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
-from rorqual.models.registry import Model, build_model, read_model_config
+from rorqual.models.registry import build_model, read_model_config
 from rorqual.ops.registry import Op, load_backends, watch
 from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
 

@@ -111,7 +111,7 @@ class Scheduler:
         return self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
 
     def _compute(self, seq: Sequence, num_tokens: int, chunks: dict[Sequence, Chunk]) -> None:
-        """Schedule the next num_tokens of a sequence, preempting newer ones for blocks, or itself as the last resort."""
+        """Schedule the next num_tokens of a sequence, preempting newer ones for blocks, or itself at last."""
         start = seq.num_computed_tokens
         while not self.cache.reserve(seq, start + num_tokens):
             victim = self.running[-1]
@@ -129,7 +129,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_waiting(self, num_tokens: int) -> None:
-        """Move waiting sequences into the running list, until prompts can fill the step and no seat or block is left."""
+        """Move waiting sequences into the running list, until prompts fill the step or no seat or block is left."""
         prompts = [seq for seq in self.running if seq.num_pending_tokens > 1]
         num_wanted = sum(seq.num_pending_tokens for seq in prompts)
         num_prompts = len(prompts)

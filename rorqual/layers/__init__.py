@@ -1,0 +1,1 @@
+"""Modules that own weights."""

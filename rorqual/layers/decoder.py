@@ -93,7 +93,8 @@ class SelfAttention(nn.Module):
             q, k = qk.split((num_heads, num_kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         q, k = self.rotary(qk, batch).split((num_heads, num_kv_heads), dim=1)
-        return self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
+        return out
 
 
 class DecoderLayer(nn.Module):
@@ -167,8 +168,10 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: Batch, kv: KVStorage) -> torch.Tensor:
         """-> hidden states [num_tokens, hidden_size]; writes the batch's keys and values into kv."""
-        return self.model(batch, kv)
+        hidden: torch.Tensor = self.model(batch, kv)
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.lm_head(hidden)
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits

@@ -30,4 +30,8 @@ class RMSNorm(Layer):
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The weight."""
-        yield WantedTensor(f"{prefix}.weight", tuple(self.weight.shape), self.weight.copy_)
+
+        def copy(whole: torch.Tensor) -> None:
+            self.weight.copy_(whole)
+
+        yield WantedTensor(f"{prefix}.weight", tuple(self.weight.shape), copy)

@@ -46,9 +46,7 @@ class _Linear(Layer):
         self._parts = tuple(parts)
         self._columns = columns or slice(0, in_features)
         num_rows = sum(part.rows.stop - part.rows.start for part in parts)
-        self.weight = weight_parameter(
-            num_rows, self._columns.stop - self._columns.start, dtype=dtype, device=device
-        )
+        self.weight = weight_parameter(num_rows, self._columns.stop - self._columns.start, dtype=dtype, device=device)
         self.bias = weight_parameter(num_rows, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

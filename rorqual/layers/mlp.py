@@ -32,4 +32,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rorqual.distributed.mesh import Mesh
-from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
 from rorqual.layers.linear import ReplicatedLinear
+from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
 from rorqual.ops.linear import prepare_weight
 from rorqual.ops.moe import Routing, fused_experts, route_softmax
 
@@ -94,4 +94,6 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        return self.experts(x, route_softmax(self.gate(x), top_k=self.top_k, renormalize=self.renormalize))
+        routing = route_softmax(self.gate(x), top_k=self.top_k, renormalize=self.renormalize)
+        out: torch.Tensor = self.experts(x, routing)
+        return out

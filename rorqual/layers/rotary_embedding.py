@@ -200,8 +200,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies, factor = inverse_frequencies(parameters, rotary_dim, max_model_len=max_model_len)
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-        self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
+        self.cos_sin: torch.Tensor = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [num_tokens, num_heads, head_dim] -> x rotated by each token's position."""
-        return rotary_embedding(x, batch.positions, self.cos_sin, scratch=batch.scratch)
+        rotated: torch.Tensor = rotary_embedding(x, batch.positions, self.cos_sin, scratch=batch.scratch)
+        return rotated

@@ -204,7 +204,7 @@ class _Header:
         number, offset = self._number(4), self._number(8)
         if number not in STORED_TYPES:
             allowed = ", ".join(kind.name for kind in STORED_TYPES.values())
-            raise ValueError(f"{self.path}: tensor {name!r} has type {_type_name(number)}; types that load: {allowed}")
+            raise ValueError(f"{self.path}: tensor {name!r} has type number {number}; types that load: {allowed}")
         kind = STORED_TYPES[number]
         row = shape[-1] if shape else 1
         if row % kind.block_size:
@@ -213,9 +213,3 @@ class _Header:
                 f"{kind.name}'s block of {kind.block_size}"
             )
         return TensorInfo(name, shape, kind, offset, prod(shape) // kind.block_size * kind.block_bytes)
-
-
-def _type_name(number: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType(number).name if number in set(GGMLQuantizationType) else f"number {number}"

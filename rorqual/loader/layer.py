@@ -24,7 +24,7 @@ class Layer(nn.Module):
     """A module that owns weights. Parameters are allocated on construction and filled by the loader."""
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """The checkpoint tensors of this layer, whose place in the model is `prefix` ("model.layers.0.mlp.down_proj")."""
+        """The checkpoint tensors of this layer; `prefix` is its place in the model ("model.layers.0.mlp.down_proj")."""
         raise NotImplementedError
 
     def prepare(self) -> None:

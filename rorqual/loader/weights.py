@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.dummy import fill_dummy
+from rorqual.loader.layer import Layer, WantedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def load_weights(
     *,
     tied_tensors: Mapping[str, str],
     num_threads: int,
-    on_tensor: Callable[[int], None] = lambda _bytes: None,
+    on_tensor: Callable[[int], object] = lambda _bytes: None,
 ) -> None:
     """Fill the model from the checkpoint. `on_tensor` is told the bytes of each tensor that is done.
 
@@ -50,8 +50,8 @@ def load_weights(
     for name, tensor in wanted.items():
         if (shape := checkpoint.shape(name)) != tensor.shape:
             raise ValueError(
-                f"tensor {name} has shape {list(shape)} in {checkpoint.path}, and the config wants {list(tensor.shape)}: "
-                "checkpoint and config.json do not belong together"
+                f"tensor {name} has shape {list(shape)} in {checkpoint.path}, "
+                f"and the config wants {list(tensor.shape)}: checkpoint and config.json do not belong together"
             )
     _warn_untied(checkpoint, names, tied_tensors)
 
@@ -66,7 +66,7 @@ def load_weights(
 
 
 def fill_with_dummy_weights(
-    model: nn.Module, *, seed: int, on_tensor: Callable[[int], None] = lambda _bytes: None
+    model: nn.Module, *, seed: int, on_tensor: Callable[[int], object] = lambda _bytes: None
 ) -> None:
     """Seeded random weights for every parameter, made where the parameter lives."""
     for name, parameter in model.named_parameters():

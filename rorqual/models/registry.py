@@ -54,7 +54,9 @@ def supported_model_types() -> list[str]:
 def _module(config: Mapping[str, Any]) -> Any:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in supported_model_types():
-        raise ValueError(f"model_type {model_type!r} is not supported: {did_you_mean(str(model_type), supported_model_types())}")
+        raise ValueError(
+            f"model_type {model_type!r} is not supported: {did_you_mean(str(model_type), supported_model_types())}"
+        )
     return importlib.import_module(f"rorqual.models.{_ALIASES.get(model_type, model_type)}")
 
 

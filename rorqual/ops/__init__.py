@@ -1,0 +1,1 @@
+"""Computations: one file per op, a contract and its plain reference."""

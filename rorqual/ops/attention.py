@@ -28,7 +28,8 @@ def paged_attention(
     """
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[2], key_cache.shape[1]
     outputs = []
-    for i, (chunk, context) in enumerate(zip(query.split(batch.query_lens), batch.context_lens_host, strict=True)):
+    chunks: tuple[torch.Tensor, ...] = query.split(batch.query_lens)  # type: ignore[no-untyped-call]
+    for i, (chunk, context) in enumerate(zip(chunks, batch.context_lens_host, strict=True)):
         first = 0 if sliding_window is None else max(0, context - len(chunk) - sliding_window + 1) // block_size
         blocks = block_tables[i, first : -(-context // block_size)].long()
         start = first * block_size

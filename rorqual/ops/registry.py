@@ -72,6 +72,7 @@ class Op(Generic[P, R]):
         return verdicts | {"reference": "ok"}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the implementation that `choose` picks."""
         for tell in _watchers:
             tell(self, self.explain(*args, **kwargs))
         return self.choose(*args, **kwargs)(*args, **kwargs)
@@ -106,7 +107,7 @@ def op(reference: Callable[P, R]) -> Op[P, R]:
 
 def load_backends(*backends: str) -> None:
     """Import every op and the implementations of the named backends (folders beside this file)."""
-    import rorqual.ops as package  # the package itself knows nothing of its files, so that nobody imports more than needed
+    import rorqual.ops as package
 
     for folder in ("", *backends):
         where = [f"{path}/{folder}" if folder else path for path in package.__path__]

@@ -2,11 +2,12 @@
 
 Each slot stores the exact token prefix it was computed from. The model re-reads every slot that its query may see
 through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. So
-equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection together.
+equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given, settings
@@ -65,14 +66,25 @@ def guess(seq: Sequence, rng: random.Random) -> list[int]:
     return [t if rng.random() < 0.7 else (t + 1) % VOCAB for t in truth][: rng.randint(0, 3)]
 
 
+@st.composite
+def prompts_with_shared_beginnings(draw) -> list[list[int]]:
+    """Each is a piece of a common text and something of its own."""
+    tokens = st.integers(0, VOCAB - 1)
+    text = draw(st.lists(tokens, max_size=12))
+    own = st.lists(tokens, min_size=1, max_size=16)
+    return draw(
+        st.lists(st.builds(lambda keep, rest: text[:keep] + rest, st.integers(0, 12), own), min_size=1, max_size=7)
+    )
+
+
 workloads = {
-    "prompts": st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14), min_size=1, max_size=7),
+    "prompts": prompts_with_shared_beginnings(),
     "block_size": st.integers(1, 4),
-    "spare_blocks": st.integers(0, 12),
-    "max_num_batched_tokens": st.integers(1, 9),
+    "spare_blocks": st.sampled_from([0, 0, 1, 2, 4, 12]),
+    "max_num_batched_tokens": st.sampled_from([1, 2, 3, 4, 4, 5, 6, 9]),
     "max_num_seqs": st.integers(1, 5),
-    "threshold": st.sampled_from([None, None, 1, 2, 5]),
-    "windows": st.sampled_from([[None], [None], [1], [4], [None, 3], [5, None, 2]]),
+    "threshold": st.sampled_from([None, None, None, 1, 2, 4]),
+    "windows": st.sampled_from([[None], [None], [1], [2], [3], [4], [6], [None, 3], [5, None, 2]]),
     "enable_prefix_caching": st.booleans(),
     "seed": st.integers(0, 2**16),
 }
@@ -90,19 +102,6 @@ def run_workload(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    longest = max(map(len, prompts)) + 6
-    num_blocks = -(-longest // block_size) + 1 + spare_blocks
-    cache = CacheManager(
-        [GroupPool(BlockPool(num_blocks), window) for window in windows],
-        block_size=block_size,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    scheduler = Scheduler(
-        cache,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
-        long_prefill_token_threshold=threshold,
-    )
     seqs = [
         Sequence(
             i,
@@ -114,11 +113,28 @@ def run_workload(
         )
         for i, prompt in enumerate(prompts)
     ]
+
+    longest = max(seq.max_len for seq in seqs)
+
+    def group(window: int | None) -> GroupPool:
+        """The fewest blocks with which nothing is refused, and a few to spare."""
+        for num_blocks in itertools.count(1):
+            alone = CacheManager([GroupPool(BlockPool(num_blocks), window)], block_size=block_size)
+            if alone.why_never_fits(longest, max_chunk=max_num_batched_tokens) is None:
+                return GroupPool(BlockPool(num_blocks + spare_blocks), window)
+        raise AssertionError
+
+    cache = CacheManager(map(group, windows), block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    scheduler = Scheduler(
+        cache,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+        long_prefill_token_threshold=threshold,
+    )
     want = {s.seq_id: plain_generate(s.token_ids, s.max_len, s.cache_salt) for s in seqs}
     model, pending, aborted = PagedModel(cache), list(seqs), set()
     for _ in range(4000):
         if pending and rng.random() < 0.5:
-            assert scheduler.why_never_fits(pending[0]) is None
             scheduler.add(pending.pop(0))
         if scheduler.has_work and rng.random() < 0.02:
             seq = rng.choice([*scheduler.running, *scheduler.waiting])
@@ -128,9 +144,12 @@ def run_workload(
             if seq.num_pending_tokens == 1 and rng.random() < 0.5:
                 seq.draft_token_ids = guess(seq, rng)
         decoding = {s for s in scheduler.running if s.num_pending_tokens == 1}
+        oldest = scheduler.running[:1]
         chunks = scheduler.schedule()
+        assert oldest == scheduler.running[: len(oldest)], "the oldest was preempted: nothing would be sure to finish"
         assert bool(chunks) == scheduler.has_work, "a step without progress would spin"
         assert all(c.stop > c.start == c.seq.num_computed_tokens for c in chunks)
+        assert all(c.stop < c.seq.max_len for c in chunks), "the last token needs no KV"
         assert sum(c.num_tokens for c in chunks) <= max_num_batched_tokens
         assert decoding & set(scheduler.running) <= {c.seq for c in chunks}, "a decoding sequence got no token"
         for chunk in chunks:

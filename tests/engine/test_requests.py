@@ -74,9 +74,7 @@ def test_pc6_repeats_with_windows_stay_the_same(name):
 
 def test_pc7_salts_separate_cached_prefixes():
     with tiny_llm() as llm:
-        outputs = [
-            one(llm, {"prompt_token_ids": prompt(12), "cache_salt": salt}) for salt in ("a", "a", "b", "", "b")
-        ]
+        outputs = [one(llm, {"prompt_token_ids": prompt(12), "cache_salt": salt}) for salt in ("a", "a", "b", "", "b")]
     assert [out.num_cached_tokens for out in outputs] == [0, 8, 0, 0, 8]
     assert len({tuple(out.token_ids) for out in outputs}) == 1
 

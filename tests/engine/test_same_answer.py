@@ -1,4 +1,4 @@
-"""The first promise: greedy and seeded tokens do not depend on chunking, blocks, company, cache, preemption or order."""
+"""The first promise: tokens do not depend on chunking, blocks, company, cache, preemption or order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every architecture against transformers in float32: logits of a whole prompt and of cached decoding, greedy tokens."""
+"""Every architecture against transformers in float32: logits at once and cached, greedy tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from array import array
 import pytest
 import torch
 
-from rorqual import LLM, SamplingParams
+from rorqual import SamplingParams
 from rorqual.cache.spec import group_layers
 from rorqual.cache.storage import KVStorage
 from rorqual.distributed.mesh import Mesh
@@ -18,6 +18,7 @@ from rorqual.loader.checkpoint import open_checkpoint
 from rorqual.loader.weights import load_weights, prepare_weights
 from rorqual.models.registry import build_model
 from rorqual.sequence import Chunk, Sequence
+from tests.engine.engines import tiny_llm
 from tests.tiny import CONFIGS, VOCAB, checkpoint_folder, reference_greedy, reference_logits
 
 BLOCK_SIZE = 4
@@ -67,7 +68,7 @@ def test_logits_equal_transformers(name, chunk_size):
 def test_greedy_tokens_equal_transformers(name):
     prompts = [tuple(tokens(length, seed=length)) for length in (1, 5, 16, 33)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM(str(checkpoint_folder(name)), dtype="float32", block_size=BLOCK_SIZE, max_model_len=MAX_LEN,
-             max_num_batched_tokens=16, num_kv_blocks=100, threads=1, progress=False, skip_tokenizer_init=True) as llm:  # fmt: skip
+    options = {"max_model_len": MAX_LEN, "max_num_batched_tokens": 16, "num_kv_blocks": 100}
+    with tiny_llm(name, **options) as llm:
         outputs = llm.generate([list(p) for p in prompts], params, use_tqdm=False)
     assert [out.token_ids for out in outputs] == [reference_greedy(name, prompt, 24) for prompt in prompts]

@@ -175,7 +175,7 @@ def test_check_notices(break_it):
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Eight blocks, any order of calls; the model is a list of tables, the free blocks in order, and names of blocks."""
+    """Eight blocks, any order of calls; modelled by a list of tables, the free blocks in order, and blocks by name."""
 
     SIZE = 8
 

@@ -1,0 +1,1 @@
+"""Faster answers on CPU, one file per op."""

@@ -16,7 +16,7 @@ from rorqual.ops.attention import paged_attention
 _QUERIES_PER_BLOCK = 256
 """Scores of one block of queries stay in cache: measured 2.8 times faster than torch's causal attention at 1,024."""
 _BUCKET_RATIO = 1.5
-"""Longest over shortest context in a bucket of single-token sequences, so that at most a third of a gather is padding."""
+"""Longest over shortest context in a bucket of single-token sequences: at most a third of a gather is padding."""
 _BUCKET_SLACK = 64
 """Contexts that differ by no more than this share a bucket in any case: a call costs more than so many keys."""
 

@@ -17,7 +17,8 @@ def _refuse_prepare(weight: torch.Tensor) -> str | None:
         return f"needs a CPU tensor, got one on {weight.device.type}"
     if weight.dtype != torch.bfloat16:
         return f"packs bfloat16 weights, got {weight.dtype}"
-    if not torch.backends.mkldnn.is_available() or not native_bfloat16(weight.device):
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not available or not native_bfloat16(weight.device):
         return "this processor or torch build has no bfloat16 matrix instructions"
     return None
 

@@ -14,7 +14,7 @@ def _refuse(x: torch.Tensor, *_args: torch.Tensor, eps: float) -> str | None:
 
 @rms_norm.impl("cpu", refuse=_refuse)
 def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """One call; multiplies by the weight before it rounds, so in bfloat16 it may differ from the reference by one step."""
+    """One call; multiplies by the weight before it rounds, so bfloat16 may differ from the reference by one step."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 

@@ -11,7 +11,7 @@ from rorqual.ops.store_kvcache import store_kvcache
 
 
 class _Rows(NamedTuple):
-    """Which rows of the input go to which rows of a cache seen as [num_blocks * num_kv_heads * block_size, head_dim]."""
+    """Which input rows go to which rows of a cache seen as [num_blocks * num_kv_heads * block_size, head_dim]."""
 
     source: torch.Tensor | None
     """Tokens that have a slot; None if all have."""
@@ -48,9 +48,7 @@ def store_kvcache_cpu(
             scratch[name] = rows
     for new, cache in ((key, key_cache), (value, value_cache)):
         kept = new if rows.source is None else new[rows.source]
-        cache.transpose(1, 2).view(-1, head_dim).index_copy_(
-            0, rows.target, kept.reshape(-1, head_dim).to(cache.dtype)
-        )
+        cache.transpose(1, 2).view(-1, head_dim).index_copy_(0, rows.target, kept.reshape(-1, head_dim).to(cache.dtype))
 
 
 def _rows(slot_mapping: torch.Tensor, block_size: int, num_heads: int) -> _Rows:

@@ -1,0 +1,167 @@
+"""The KV oracle is worth its name only if it notices bugs: each of these one-line bugs must make it fail.
+
+Every bug is seeded into a copy of the package, so a line that changes here changes there: keep the two in step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import rorqual
+
+ORACLE = Path(__file__).with_name("test_kv_oracle.py")
+CONFTEST = """\
+from hypothesis import Phase, settings
+
+settings.register_profile(
+    "seeded", derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
+)
+settings.load_profile("seeded")
+"""
+
+
+class Edit(NamedTuple):
+    """`old`, which must be there exactly once, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+SCHEDULER, POOL, MANAGER, PREFIX = "engine/scheduler.py", "cache/block_pool.py", "cache/manager.py", "cache/prefix.py"
+
+BUGS: dict[str, list[Edit]] = {
+    # blocks
+    "evicted_block_stays_findable": [Edit(POOL, "del self._block_of[node]", "pass")],
+    "refcount_overwritten": [Edit(POOL, "self._refs[block] += 1", "self._refs[block] = 1")],
+    "revived_blocks_uncounted": [
+        Edit(POOL, "revived = sum(self._refs[block] == 0 for block in shared)", "revived = 0")
+    ],
+    "revived_block_stays_free": [Edit(POOL, "self._free.pop(block, None)", "pass")],
+    "shared_block_freed_with_its_first_holder": [
+        Edit(POOL, "            if self._refs[block] == 0:\n", "            if True:\n")
+    ],
+    # prefixes
+    "hit_may_cover_the_whole_prompt": [
+        Edit(MANAGER, "(len(seq.token_ids) - 1) // self.block_size", "len(seq.token_ids) // self.block_size")
+    ],
+    "published_before_computed": [
+        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size",
+             "num_full = min(len(seq.prefix), *map(len, seq.block_tables))"),
+    ],
+    "published_one_block_early": [
+        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size",
+             "num_full = min(len(seq.prefix), self.num_blocks_for(seq.num_computed_tokens))"),
+    ],
+    "published_under_the_neighbours_name": [
+        Edit(MANAGER, "group.pool.publish(table[i], seq.prefix[i])", "group.pool.publish(table[i], seq.prefix[i - 1])")
+    ],
+    "salt_ignored": [Edit(MANAGER, "self._index.root(seq.cache_salt)", 'self._index.root("")')],
+    "parent_missing_from_the_name": [  # the digest alone would do no harm: identity is checked too
+        Edit(PREFIX, 'parent.digest if parent else b""', 'b""'),
+        Edit(PREFIX, "known.parent is parent and known.tokens == tokens", "known.tokens == tokens"),
+    ],
+    "digest_trusted_blindly": [
+        Edit(PREFIX, "digest_size=32).digest()", "digest_size=32).digest()[:1]"),
+        Edit(PREFIX, "if known.parent is parent and known.tokens == tokens:", "if True:"),
+    ],
+    # windows
+    "window_lets_go_one_token_early": [
+        Edit(MANAGER, "num_computed - sliding_window + 1)", "num_computed - sliding_window + 2)")
+    ],
+    "window_passes_by_known_tokens": [
+        Edit(MANAGER, "passed = self.first_visible_block(group.sliding_window, seq.num_computed_tokens)",
+             "passed = self.first_visible_block(group.sliding_window, len(seq.token_ids))"),
+    ],
+    "window_hit_lacks_its_first_block": [
+        Edit(MANAGER, "(group.sliding_window, len(nodes) * self.block_size)",
+             "(group.sliding_window, (len(nodes) + 1) * self.block_size)"),
+    ],
+    "window_hit_is_not_asked_for": [
+        Edit(MANAGER, "        if any(block is None for block in blocks):\n", "        if False:\n")
+    ],
+    "passed_blocks_are_given_back_again": [Edit(MANAGER, "table[i] = PASSED", "pass")],
+    "passed_entries_are_given_back": [
+        Edit(MANAGER, "give_back([block for block in table if block != PASSED])", "give_back(table)")
+    ],
+    "passed_entries_left_out_of_the_table": [Edit(MANAGER, "[PASSED] * num_passed + taken", "taken")],
+    "passed_blocks_are_held_for_ever": [
+        Edit(MANAGER, "group.pool.give_back(table[first:passed].tolist())", "pass")
+    ],
+    # reserving
+    "last_token_gets_no_slot": [Edit(MANAGER, "self.num_blocks_for(stop) - len(table)",
+                                     "self.num_blocks_for(stop - 1) - len(table)")],
+    "reserved_in_one_group_only": [Edit(MANAGER, "if not all(g.pool.can_take", "if not any(g.pool.can_take")],
+    # steps
+    "rejected_drafts_count_as_computed": [
+        Edit(SCHEDULER, "seq.num_computed_tokens = len(seq.token_ids) - 1", "seq.num_computed_tokens = chunk.stop")
+    ],
+    "drafts_beyond_max_len": [
+        Edit(SCHEDULER, "min(spare, seq.max_len - len(seq.token_ids) - 1)", "spare"),
+    ],
+    "drafts_beyond_the_step": [
+        Edit(SCHEDULER, "spare -= len(seq.draft_token_ids)", "pass"),
+    ],
+    "preempted_sequence_keeps_its_blocks": [
+        Edit(SCHEDULER, "        self.cache.release(seq)\n        self.waiting", "        self.waiting")
+    ],
+    "preempted_sequence_is_still_computed": [Edit(SCHEDULER, "            chunks.pop(victim, None)\n", "")],
+    "preempted_prompt_is_still_computed": [Edit(SCHEDULER, "if share > 0 and seq.block_tables:", "if share > 0:")],
+    "oldest_is_preempted": [Edit(SCHEDULER, "victim = self.running[-1]", "victim = self.running[0]")],
+    "finished_sequence_keeps_its_blocks": [
+        Edit(SCHEDULER, "            self.running.remove(seq)\n            self.cache.release(seq)\n",
+             "            self.running.remove(seq)\n"),
+    ],
+    "budget_ignored": [Edit(SCHEDULER, "budget = self._tokens_left(chunks)", "budget = 10**6")],
+    "threshold_ignored": [
+        Edit(SCHEDULER, "min(self.long_prefill_token_threshold or self.max_num_batched_tokens, ", "max(1, ")
+    ],
+}  # fmt: skip
+
+
+def run_oracle(folder: Path, edits: list[Edit]) -> subprocess.CompletedProcess[str]:
+    """pytest's verdict on the oracle, against a copy of the package with these edits."""
+    package = Path(rorqual.__file__).parent
+    shutil.copytree(package, folder / "rorqual", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in edits:
+        path = folder / "rorqual" / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{file} holds {old!r} {text.count(old)} times: this list is out of step with it"
+        path.write_text(text.replace(old, new))
+    shutil.copy(ORACLE, folder)
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", ORACLE.name]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.slow
+def test_oracle_passes_without_a_bug(tmp_path):
+    result = run_oracle(tmp_path, [])
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_oracle_notices(bug, tmp_path):
+    result = run_oracle(tmp_path, BUGS[bug])
+    assert result.returncode == 1, f"{bug} survived\n{result.stdout[-2000:]}{result.stderr[-2000:]}"
+    assert "1 failed" in result.stdout, "a failed test, not a broken one"
+
+
+def test_every_bug_can_still_be_seeded():
+    package = Path(rorqual.__file__).parent
+    for bug, edits in BUGS.items():
+        for file, old, new in edits:
+            assert (package / file).read_text().count(old) == 1, f"{bug}: {file} no longer holds {old!r} once"
+            assert old != new
