@@ -149,13 +149,12 @@ class LLM:
                     f"got the keys {sorted(prompt)}"
                 )
             salt = prompt.get("cache_salt", "")
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        match prompt:
-            case str():
-                return prompt, self.get_tokenizer().encode(prompt), salt
-            case Sequence():
-                token_ids: Sequence[int] = prompt
-                return None, token_ids, salt
+            inner: str | Sequence[int] = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            prompt = inner
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt), salt
+        if isinstance(prompt, Sequence):
+            return None, prompt, salt  # type: ignore[return-value]  # mypy does not see that a str has returned
         raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
     def _encode_chat(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> list[int]:

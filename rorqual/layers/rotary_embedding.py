@@ -161,7 +161,8 @@ def _llama3(plain: torch.Tensor, numbers: Mapping[str, Any]) -> torch.Tensor:
     # Rotations within the trained context. In transformers' order of roundings: position 4095 multiplies the last bit.
     turns = numbers[_ORIGINAL] / (2 * math.pi / plain)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * plain / factor + blend * plain
+    blended: torch.Tensor = (1 - blend) * plain / factor + blend * plain
+    return blended
 
 
 def _yarn(

@@ -265,12 +265,16 @@ def test_preempted_sequence_finds_its_own_blocks_again():
     run.drain()
 
 
-def test_resumed_sequence_waits_a_step_after_a_preemption():
-    run = Run(num_blocks=5, caching=False)
-    run.add(7, 6)
-    new = run.add(7, 6)
-    run.until(lambda: new.num_preemptions)
-    assert new in run.scheduler.waiting
+def test_admission_leaves_a_block_for_each_running_sequence():
+    """Two blocks each, four in all: the second would only be preempted when either grows."""
+    run = Run(num_blocks=4, caching=False)
+    old, new = run.add(7, 6), run.add(7, 6)
+    run.step()
+    assert run.scheduler.running == [old]
+    assert list(run.scheduler.waiting) == [new]
+    run.drain()
+    assert run.scheduler.num_preemptions == 0
+    assert run.computed.total() == run.ideal
 
 
 # --- prefixes
@@ -305,6 +309,22 @@ def test_pc9_waiting_twin_lets_others_pass():
     first, twin, other = run.add(SHARED, 3), run.add(SHARED, 3), run.add(6, 3)
     assert set(run.step()) == {first, other}
     assert set(run.step()) == {first, twin, other}
+    run.drain()
+
+
+def test_pc9_waiting_twin_keeps_its_place():
+    run = Run(max_num_seqs=2)
+    first, twin, other, late = run.add(SHARED, 3), run.add(SHARED, 3), run.add(6, 3), run.add(6, 3)
+    run.step()
+    assert run.scheduler.running == [first, other]
+    assert list(run.scheduler.waiting) == [twin, late]
+    run.drain()
+
+
+def test_twin_that_does_not_read_the_cache_waits_for_nobody():
+    run = Run(max_num_batched_tokens=32)
+    seqs = [run.add(SHARED, 2), run.add(SHARED, 2, reads_prefix_cache=False)]
+    assert set(run.step()) == set(seqs)
     run.drain()
 
 
