@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         if self.qk_norm:
             q, k = qk.split((num_heads, num_kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = self.rotary(qk, batch).split((num_heads, num_kv_heads), dim=1)
+        q, k = self.rotary(qk, batch.positions, scratch=batch.scratch).split((num_heads, num_kv_heads), dim=1)
         out: torch.Tensor = self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
         return out
 

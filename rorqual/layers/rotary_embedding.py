@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from rorqual.batch import Batch
 from rorqual.config import did_you_mean
 from rorqual.ops.rope import rotary_embedding
 
@@ -203,7 +202,8 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         self.cos_sin: torch.Tensor = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [num_tokens, num_heads, head_dim] -> x rotated by each token's position."""
-        rotated: torch.Tensor = rotary_embedding(x, batch.positions, self.cos_sin, scratch=batch.scratch)
-        return rotated
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, *, scratch: dict[Hashable, Any] | None = None
+    ) -> torch.Tensor:
+        """x [num_tokens, num_heads, head_dim], positions [num_tokens] -> x rotated; `scratch` is the batch's."""
+        return rotary_embedding(x, positions, self.cos_sin, scratch=scratch)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from rorqual.batch import Batch
 from rorqual.ops.registry import OPS, Impl, Op, load_backends
 from rorqual.platform import native_bfloat16
 from tests.ops.cases import CASES
@@ -27,10 +29,13 @@ TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
     "rms_norm": {torch.float32: (1e-5, 1e-6), BF16: (2**-7, 1e-6)},  # one step: weight before or after rounding
     "add_rms_norm": {torch.float32: (1e-5, 1e-6), BF16: (2**-7, 1e-6)},
     "linear": {torch.float32: (1e-5, 1e-4), BF16: (2**-7, 2e-2)},  # sums in another order
+    "rotary_embedding": {torch.float32: (1e-6, 1e-6), BF16: (2**-7, 1e-6)},  # a fused multiply and add
     "total_mass": {torch.float64: (1e-12, 0.0)},
 }
 REFUSED: dict[tuple[str, str], set[str]] = {
     ("paged_attention", "cpu"): {"layout_of_the_gpu", "cache_of_another_dtype"},
+    ("rotary_embedding", "cpu"): {"part_of_the_head", "part_of_the_head_bfloat16"},
+    ("store_kvcache", "cpu"): {"layout_of_the_gpu"},
     ("prepare_weight", "cpu"): {"float32"},
     ("linear", "cpu"): {"float32", "float32_bias"},  # such a weight is not packed
     ("gumbel_argmax", "cpu"): {"short_rows", "candidates", "many_candidates"},
@@ -61,7 +66,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value.to_dense() if value.is_mkldnn else value]
     if dataclasses.is_dataclass(value):
-        return tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        # A batch's scratch is the kernels' own.
+        return tensors([getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "scratch"])
     if isinstance(value, Mapping):
         return tensors(list(value.values()))
     if isinstance(value, list | tuple):
@@ -80,6 +86,13 @@ def packed(op: str, backend: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     prepare = impl_of("prepare_weight", backend)
     x, weight, *bias = args
     return (x, weight if prepare.refuse(weight) else prepare.fn(weight), *bias)
+
+
+def assert_close(op: str, got: Any, want: Any, *, equal_nan: bool = False) -> None:
+    for ours, theirs in zip(tensors(got), tensors(want), strict=True):
+        assert ours.shape == theirs.shape
+        rtol, atol = TOLERANCES.get(op, {}).get(theirs.dtype, EXACT)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 @pytest.mark.parametrize(("op", "backend", "case"), list(parameters(OPS)))
@@ -104,13 +117,46 @@ def test_implementation_equals_its_reference(op, backend, case):
     got = impl.fn(*got_args, **clone(options))
 
     assert type(got) is type(want)
-    for ours, theirs in zip(tensors(got), tensors(want), strict=True):
-        assert ours.shape == theirs.shape
-        rtol, atol = TOLERANCES.get(op, {}).get(theirs.dtype, EXACT)
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan="nan" in case)
+    assert_close(op, got, want, equal_nan="nan" in case)
     if op != "linear":  # whose arguments are packed
         for ours, theirs in zip(tensors(got_args), tensors(want_args), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg="an argument was changed")
+
+
+_PARAMETERS = {op: set(inspect.signature(made.reference).parameters) for op, made in OPS.items()}
+SHARES_WORK = {op: names for op, names in _PARAMETERS.items() if names & {"scratch", "batch"}}
+PER_LAYER = {"x", "query", "key", "value", "key_cache", "value_cache"}
+
+
+@pytest.mark.parametrize(("op", "backend", "case"), [p for p in parameters(OPS) if p[0] in SHARES_WORK])
+def test_what_layers_share_is_right_for_each_of_them(op, backend, case):
+    """Two layers, one batch: the second finds what the first has worked out, and has other keys and values."""
+    args, options = CASES[op][case]()
+    impl = impl_of(op, backend)
+    if impl.refuse(*args, **options) is not None:
+        pytest.skip("refused")
+    scratch: dict[Any, Any] = next((a.scratch for a in args if isinstance(a, Batch)), {})
+    shared = {"scratch": scratch} if "scratch" in SHARES_WORK[op] else {}
+    names = list(inspect.signature(OPS[op].reference).parameters)
+    other_layer = [-a if name in PER_LAYER else a for name, a in zip(names, args, strict=False)]
+    sizes = []
+    for layer in (args, other_layer):
+        want_args = clone(layer)
+        want = OPS[op].reference(*want_args, **options)
+        got = impl.fn(*layer, **options, **shared)
+        assert_close(op, got, want)
+        assert_close(op, [a for a in layer if isinstance(a, torch.Tensor)],
+                     [a for a in want_args if isinstance(a, torch.Tensor)], equal_nan=True)  # fmt: skip
+        sizes.append(len(scratch))
+    assert 0 < sizes[0] == sizes[1], "nothing was shared"
+
+
+@pytest.mark.parametrize("backend", [impl.backend for impl in OPS["paged_attention"].impls])
+def test_layers_with_and_without_a_window_share_a_batch(backend):
+    args, options = CASES["paged_attention"]["mixed"]()
+    for window in (None, 4, 7, None, 4):
+        got = impl_of("paged_attention", backend).fn(*args, **options, sliding_window=window)
+        assert_close("paged_attention", got, OPS["paged_attention"].reference(*args, **options, sliding_window=window))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rorqual.ops
-from rorqual.ops.registry import BACKENDS, OPS, Op, load_backends, op
+from rorqual.ops.registry import BACKENDS, OPS, Op, load_backends, op, watch
 
 
 def double(x: int, *, shift: int = 0) -> str:
@@ -120,3 +120,16 @@ def test_every_op_says_what_it_computes():
     assert len(OPS) >= 15
     for made in OPS.values():
         assert len(made.__doc__ or "") > 40, made.name
+
+
+def test_watchers_are_told_of_every_call_while_they_watch(made):
+    made.impl("cpu", refuse=lambda x, *, shift=0: "takes even numbers" if x % 2 else None)(answer("cpu"))
+    told = []
+    with watch(lambda op, verdicts: told.append((op, verdicts))):
+        made(2)
+        made(3)
+    made(4)
+    assert told == [
+        (made, {"cpu": "ok", "reference": "ok"}),
+        (made, {"cpu": "takes even numbers", "reference": "ok"}),
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from rorqual.batch import Batch
 from rorqual.ops.attention import paged_attention
@@ -17,8 +18,10 @@ _QUERIES_PER_BLOCK = 256
 """Scores of one block of queries stay in cache: measured 2.8 times faster than torch's causal attention at 1,024."""
 _BUCKET_RATIO = 1.5
 """Longest over shortest context in a bucket of single-token sequences: at most a third of a gather is padding."""
-_WIDE_BELOW = 1 << 17
-"""Gathered keys of fewer elements are multiplied in float32: a bfloat16 product costs 30 us before it begins."""
+_FUSED_BELOW = 1 << 16
+"""Gathered keys of fewer elements go through torch's fused attention, which begins sooner and grows faster."""
+_KEYS_ROUNDED_TO = 64
+"""oneDNN compiles a product for each new shape, in milliseconds: rounded lengths change every 64 steps only."""
 _BUCKET_SLACK = 64
 """Contexts that differ by no more than this share a bucket in any case: a call costs more than so many keys."""
 
@@ -99,13 +102,11 @@ class _Bucket(NamedTuple):
     """[n] rows of the query."""
     cache_rows: torch.Tensor
     """Rows of _HeadRows to gather."""
-    bias: torch.Tensor
-    """[n * num_heads, 1, num_keys]: 0, or -inf where a key is not the sequence's or behind its window.
-
-    Its dtype is the one to compute in.
-    """
-    hides: bool
-    """Whether any bias is -inf."""
+    visible: slice
+    """The gathered keys that any of the sequences sees."""
+    bias: torch.Tensor | None
+    """[n * num_heads, 1, num_visible]: 0, or -inf where a key is not the sequence's or behind its window; None if all
+    see the same keys."""
 
 
 def _buckets(contexts: tuple[int, ...], sliding_window: int | None) -> list[list[int]]:
@@ -133,38 +134,38 @@ def _plan(
     tables, ends = block_tables[index], torch.tensor([all_contexts[row] for row in rows])
     firsts = torch.zeros_like(ends) if sliding_window is None else (ends - sliding_window).clamp_(min=0)
     first_blocks = firsts // size
-    num_blocks = int((-(-ends // size) - first_blocks).max())
-    columns = (first_blocks[:, None] + torch.arange(num_blocks)).clamp_(max=tables.shape[1] - 1)
-    at = torch.arange(num_blocks * size)
-    offset = (first_blocks * size)[:, None]
-    hidden = (at >= ends[:, None] - offset) | (at < firsts[:, None] - offset)
-    if hidden.numel() * caches.num_heads * caches.head_dim < _WIDE_BELOW:
-        dtype = torch.float32
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return _Bucket(
-        index,
-        caches.rows_of(tables.gather(1, columns).long()),
-        bias.repeat_interleave(caches.num_heads, dim=0)[:, None, :],
-        bool(hidden.any()),
-    )
+    lows, highs = firsts - first_blocks * size, ends - first_blocks * size
+    low, high = int(lows.min()), int(highs.max())
+    if len(rows) > 1 or high * caches.num_heads * caches.head_dim >= _FUSED_BELOW:
+        low, high = 0, -(-high // _KEYS_ROUNDED_TO) * _KEYS_ROUNDED_TO
+    columns = (first_blocks[:, None] + torch.arange(-(-high // size))).clamp_(max=tables.shape[1] - 1)
+    at = torch.arange(low, high)
+    hidden = (at >= highs[:, None]) | (at < lows[:, None])
+    bias = None
+    if bool(hidden.any()):
+        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        bias = bias.repeat_interleave(caches.num_heads, dim=0)[:, None, :]
+    return _Bucket(index, caches.rows_of(tables.gather(1, columns).long()), slice(low, high), bias)
 
 
 def _single_tokens(query: torch.Tensor, caches: _HeadRows, bucket: _Bucket, scale: float) -> torch.Tensor:
     """query [num_seqs, num_heads, head_dim], one token each -> the same shape."""
-    keys, values = caches.gather(bucket.cache_rows, query.shape[0])
-    dtype = query.dtype
-    if bucket.bias.dtype != dtype:
-        query, keys, values = query.to(bucket.bias.dtype), keys.to(bucket.bias.dtype), values.to(bucket.bias.dtype)
+    keys, values = (t[:, bucket.visible] for t in caches.gather(bucket.cache_rows, query.shape[0]))
     grouped = query.reshape(keys.shape[0], -1, caches.head_dim)  # the query heads of each KV head together
+    if bucket.bias is None:
+        if keys.numel() < _FUSED_BELOW:
+            fused = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], scale=scale)
+            return fused.view(query.shape)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(scale)
+        return torch.bmm(scores.softmax(-1), values).view(query.shape)
     scores = torch.baddbmm(bucket.bias, grouped, keys.transpose(1, 2), alpha=scale)
-    weights = scores.softmax(-1)
-    out = torch.bmm(weights, values)
-    if bucket.hides and bool(out.isnan().any()):
+    out = torch.bmm(scores.softmax(-1), values)
+    if bool(out.isnan().any()):
         # An unwritten or foreign slot may hold NaN, which neither a bias nor a weight of zero silences.
         hidden = bucket.bias == float("-inf")
         scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(scale).masked_fill_(hidden, float("-inf"))
         out = torch.bmm(scores.softmax(-1), values.masked_fill(hidden.transpose(1, 2), 0))
-    return out.view(query.shape).to(dtype)
+    return out.view(query.shape)
 
 
 def _chunk(
