@@ -82,7 +82,7 @@ class EngineConfig(StrictModel):
     max_num_seqs: Annotated[int, Field(ge=1)] | None = None
     """Sequences that run at once; more of them wait. Default: 256, or max_num_batched_tokens if that is less."""
     max_num_batched_tokens: TokenCount | None = None
-    """Tokens computed per step. Default: 512 on CPU, 8192 on GPU, and never below max_num_seqs."""
+    """Tokens computed per step. Default: 1024 on CPU, 8192 on GPU, and never below max_num_seqs."""
     long_prefill_token_threshold: TokenCount | None = None
     """Most prompt tokens of one sequence per step. Default: all that is left, or half while other prompts wait."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16

@@ -128,7 +128,7 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
     dtype = _pick_dtype(config.dtype, device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or max(
-        512 if device.type == "cpu" else 8192, config.max_num_seqs or 0
+        1024 if device.type == "cpu" else 8192, config.max_num_seqs or 0
     )
     max_num_seqs = config.max_num_seqs or min(256, max_num_batched_tokens)
     trained_len = read_model_config(hf_config).max_position_embeddings

@@ -98,7 +98,7 @@ def folder(tmp_path) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_cannot_be_loaded_is_one_sentence(case, folder):
     model, expected = case(folder)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError) as caught:
         LLM(model, skip_tokenizer_init=True, threads=1, progress=False)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -114,5 +114,3 @@ def test_on_the_command_line_it_is_exit_code_2(case, folder):
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("rorqual: error: ")
     assert expected in line
-
-

@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M-Instruct from its GGUF file, greedy, against transformers on the same float32 weights."""
+"""SmolLM2-135M-Instruct from its GGUF file, greedy, against transformers on the same float32 weights."""
 
 from __future__ import annotations
 
