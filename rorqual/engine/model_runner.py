@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import Checkpoint
-from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
+from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights, wanted_tensors
 from rorqual.models.registry import build_model, read_model_config
 from rorqual.ops.registry import Op, load_backends, watch
 from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
@@ -45,6 +46,7 @@ class ResolvedConfig:
     groups: tuple[GroupLayers, ...]
     num_blocks: tuple[int, ...]
     """Per cache group."""
+    num_parameters: int
     weight_bytes: int
 
     @property
@@ -77,8 +79,8 @@ class ModelRunner:
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:
         assert isinstance(self.model, torch.nn.Module)
-        total = self.resolved.weight_bytes if config.load_format == "dummy" else checkpoint.size_bytes
-        with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
+        total = self.resolved.num_parameters
+        with tqdm(total=total, desc="Loading weights", unit=" values", unit_scale=True, disable=not progress) as bar:
             if config.load_format == "dummy":
                 fill_with_dummy_weights(self.model, seed=config.seed or 0, on_tensor=bar.update)
             else:
@@ -137,6 +139,8 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
         _log.warning("max_model_len %d is more than the %d tokens the model was made for", max_model_len, trained_len)
     sketch = build_model(hf_config, Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1))
     assert isinstance(sketch, torch.nn.Module)
+    # A tied head takes no weights of its own from the checkpoint, but may be laid out anew for its product.
+    loaded = [tensor.shape for tensor in wanted_tensors(sketch).values()]
     weight_bytes = sum(p.numel() * p.element_size() for p in sketch.parameters())
     groups = group_layers(sketch.kv_specs)
     sizing = _Sizing(config, groups, device, weight_bytes, max_num_seqs, max_num_batched_tokens)
@@ -156,6 +160,7 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
         enable_prefix_caching=config.enable_prefix_caching,
         groups=groups,
         num_blocks=tuple(num_blocks),
+        num_parameters=sum(math.prod(shape) for shape in loaded),
         weight_bytes=weight_bytes,
     )
 

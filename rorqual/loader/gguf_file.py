@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Names of types that exist and do not load, for the error."""
+
 
 class StoredType(NamedTuple):
     """A GGML number format: every `block_size` values of a row take `block_bytes` bytes."""
@@ -204,7 +211,8 @@ class _Header:
         number, offset = self._number(4), self._number(8)
         if number not in STORED_TYPES:
             allowed = ", ".join(kind.name for kind in STORED_TYPES.values())
-            raise ValueError(f"{self.path}: tensor {name!r} has type number {number}; types that load: {allowed}")
+            found = _OTHER_TYPES.get(number, f"number {number}")
+            raise ValueError(f"{self.path}: tensor {name!r} has type {found}; types that load: {allowed}")
         kind = STORED_TYPES[number]
         row = shape[-1] if shape else 1
         if row % kind.block_size:

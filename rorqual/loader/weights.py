@@ -38,9 +38,9 @@ def load_weights(
     *,
     tied_tensors: Mapping[str, str],
     num_threads: int,
-    on_tensor: Callable[[int], object] = lambda _bytes: None,
+    on_tensor: Callable[[int], object] = lambda _values: None,
 ) -> None:
-    """Fill the model from the checkpoint. `on_tensor` is told the bytes of each tensor that is done.
+    """Fill the model from the checkpoint. `on_tensor` is told the number of values in each tensor that is done.
 
     Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name.
     """
@@ -58,21 +58,21 @@ def load_weights(
     def copy(tensor: WantedTensor) -> int:
         loaded = checkpoint.load(tensor.name)
         tensor.copy(loaded)
-        return loaded.numel() * loaded.element_size()
+        return loaded.numel()
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for num_bytes in pool.map(copy, wanted.values()):
-            on_tensor(num_bytes)
+        for num_values in pool.map(copy, wanted.values()):
+            on_tensor(num_values)
 
 
 def fill_with_dummy_weights(
-    model: nn.Module, *, seed: int, on_tensor: Callable[[int], object] = lambda _bytes: None
+    model: nn.Module, *, seed: int, on_tensor: Callable[[int], object] = lambda _values: None
 ) -> None:
     """Seeded random weights for every parameter, made where the parameter lives."""
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             fill_dummy(parameter.data, name, seed=seed)
-            on_tensor(parameter.numel() * parameter.element_size())
+            on_tensor(parameter.numel())
 
 
 def prepare_weights(model: nn.Module) -> None:

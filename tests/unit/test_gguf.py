@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rorqual.loader.gguf import GGUFCheckpoint, read_metadata
 from rorqual.loader.gguf_dequantize import dequantize
-from rorqual.loader.gguf_file import STORED_TYPES, GGUFFile
+from rorqual.loader.gguf_file import _OTHER_TYPES, STORED_TYPES, GGUFFile
 
 from .tiny_gguf import EMBEDDING, write_gguf
 
@@ -164,6 +164,10 @@ def test_a_type_that_does_not_load_is_refused_with_tensor_type_and_allowed_ones(
     path = write_gguf(tmp_path / "m.gguf", tensors=tensors, types={"blk.0.ffn_up.weight": Type.Q2_K})
     with pytest.raises(ValueError, match=r"'blk\.0\.ffn_up\.weight' has type Q2_K; types that load: F32, F16, Q4_0"):
         GGUFCheckpoint(path)
+
+
+def test_types_that_do_not_load_have_their_right_names():
+    assert {number: Type(number).name for number in _OTHER_TYPES} == _OTHER_TYPES
 
 
 def test_a_missing_file_is_a_value_error(tmp_path: Path) -> None:

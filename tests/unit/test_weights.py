@@ -77,11 +77,11 @@ def test_every_parameter_is_filled_with_its_tensor(name):
     assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, torch.cat(qkv))
 
 
-def test_progress_is_told_every_byte():
+def test_progress_is_told_every_value():
     seen: list[int] = []
     checkpoint = open_checkpoint(checkpoint_folder(UNTIED))
     load(checkpoint_folder(UNTIED), on_tensor=seen.append)
-    assert sum(seen) == checkpoint.size_bytes
+    assert sum(seen) == checkpoint.size_bytes // 4  # float32
     assert len(seen) == len(checkpoint.names())
 
 
