@@ -7,7 +7,7 @@ import torch
 from rorqual.ops.linear import linear, prepare_weight
 from rorqual.platform import native_bfloat16
 
-# oneDNN picks the blocked layout for a number of rows; one for a few hundred rows was as fast for a single row as its own.
+# oneDNN lays a weight out for a number of rows; the layout for a few hundred was as fast for a single row as its own.
 _ROWS = 512
 
 
