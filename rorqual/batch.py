@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class CacheView(NamedTuple):
@@ -57,3 +59,13 @@ class Batch:
             if length != 1:
                 return i
         return len(self.query_lens)
+
+
+def once(scratch: dict[Hashable, Any] | None, name: Hashable, make: Callable[[], T]) -> T:
+    """What a batch's scratch holds under a name, made now by the first layer that asks; made each time without one."""
+    if scratch is None:
+        return make()
+    if name not in scratch:
+        scratch[name] = make()
+    made: T = scratch[name]
+    return made

@@ -47,6 +47,7 @@ class ResolvedConfig:
     num_blocks: tuple[int, ...]
     """Per cache group."""
     num_parameters: int
+    """Values that loading fills."""
     weight_bytes: int
 
     @property

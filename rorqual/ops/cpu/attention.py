@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rorqual.batch import Batch
+from rorqual.batch import Batch, once
 from rorqual.ops.attention import paged_attention
 from rorqual.platform import cpu_flags
 
@@ -52,12 +52,7 @@ def paged_attention_cpu(
     """See the reference."""
     caches = _HeadRows.of(key_cache, value_cache)
     name = ("paged_attention", id(block_tables), sliding_window, caches.num_heads, query.dtype)
-    buckets: list[_Bucket] | None = batch.scratch.get(name)
-    if buckets is None:
-        contexts = batch.context_lens_host[: batch.num_single_token_seqs]
-        groups = _buckets(contexts, sliding_window)
-        buckets = [_plan(rows, contexts, block_tables, caches, sliding_window, query.dtype) for rows in groups]
-        batch.scratch[name] = buckets
+    buckets = once(batch.scratch, name, lambda: _plan_buckets(batch, block_tables, caches, sliding_window, query.dtype))
     if len(buckets) == 1 and len(batch.query_lens) == batch.num_single_token_seqs:
         return _single_tokens(query, caches, buckets[0], scale)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -126,6 +121,14 @@ def _buckets(contexts: tuple[int, ...], sliding_window: int | None) -> list[list
             shortest = visible[row]
         buckets[-1].append(row)
     return [sorted(bucket) for bucket in buckets]
+
+
+def _plan_buckets(
+    batch: Batch, block_tables: torch.Tensor, caches: _HeadRows, sliding_window: int | None, dtype: torch.dtype
+) -> list[_Bucket]:
+    contexts = batch.context_lens_host[: batch.num_single_token_seqs]
+    groups = _buckets(contexts, sliding_window)
+    return [_plan(rows, contexts, block_tables, caches, sliding_window, dtype) for rows in groups]
 
 
 def _plan(
@@ -200,6 +203,11 @@ class _Chunk(NamedTuple):
         hidden = at > position
         return hidden if self.sliding_window is None else hidden | (at <= position - self.sliding_window)
 
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """[num_tokens, num_keys]: -inf where a key is hidden, else 0."""
+        hidden = self.hides(range(self.first_query, self.context), range(self.first_key, self.context))
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
     def gather(self, caches: _HeadRows, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values from first_key on, each [num_kv_heads, num_keys, head_dim]."""
         blocks = table[self.first_key // self.block_size : -(-self.context // self.block_size)].long()[None]
@@ -220,14 +228,11 @@ def _fused_chunk(
     keys, values = chunk.gather(caches, table)
     causal = chunk.first_query == 0 and chunk.sliding_window is None
     name = ("paged_attention bias", chunk, query.dtype)
-    if not causal and name not in scratch:
-        hidden = chunk.hides(range(chunk.first_query, chunk.context), range(chunk.first_key, chunk.context))
-        scratch[name] = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
     fused = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=None if causal else scratch[name],
+        attn_mask=None if causal else once(scratch, name, lambda: chunk.bias(query.dtype)),
         is_causal=causal,
         scale=scale,
         enable_gqa=True,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rorqual.batch import once
 from rorqual.ops.rope import rotary_embedding
 
 
@@ -35,10 +36,10 @@ def rotary_embedding_cpu(
 ) -> torch.Tensor:
     """See the reference."""
     name = ("rotary_embedding", id(positions), id(cos_sin))
-    angles = scratch.get(name) if scratch is not None else None
-    if angles is None:
-        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        angles = _Angles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-        if scratch is not None:
-            scratch[name] = angles
+    angles = once(scratch, name, lambda: _angles(positions, cos_sin))
     return torch.addcmul(x * angles.cos, x.roll(x.shape[-1] // 2, -1), angles.sin).to(x.dtype)
+
+
+def _angles(positions: torch.Tensor, cos_sin: torch.Tensor) -> _Angles:
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return _Angles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))

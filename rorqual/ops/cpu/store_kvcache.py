@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rorqual.batch import once
 from rorqual.ops.store_kvcache import store_kvcache
 
 
@@ -41,11 +42,7 @@ def store_kvcache_cpu(
     """See the reference."""
     _, block_size, num_heads, head_dim = key_cache.shape
     name = ("store_kvcache", id(slot_mapping), block_size, num_heads)
-    rows = scratch.get(name) if scratch is not None else None
-    if rows is None:
-        rows = _rows(slot_mapping, block_size, num_heads)
-        if scratch is not None:
-            scratch[name] = rows
+    rows = once(scratch, name, lambda: _rows(slot_mapping, block_size, num_heads))
     for new, cache in ((key, key_cache), (value, value_cache)):
         kept = new if rows.source is None else new[rows.source]
         cache.transpose(1, 2).view(-1, head_dim).index_copy_(0, rows.target, kept.reshape(-1, head_dim).to(cache.dtype))
