@@ -104,6 +104,7 @@ def machine() -> dict[str, Any]:
         "os": python_platform.platform(),
         "cpu": _cpu_model(),
         "isa": [flag for flag in _ISA if flag in platform.cpu_flags()],
+        "compiled_kernels": _compiled_kernels(),
         "cores_in_machine": os.cpu_count(),
         "cores_usable": platform.usable_cores(),
         "cgroup_cpu_quota": platform.cgroup_cpu_quota(),
@@ -139,6 +140,16 @@ def _cpu_model() -> str:
     except OSError:
         pass  # no Linux
     return python_platform.processor() or python_platform.machine()
+
+
+def _compiled_kernels() -> str | None:
+    """The instruction set that the compiled kernels use here; None without them."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from rorqual.ops.native.library import kernels
+
+    found = kernels()
+    return found.isa if found else None
 
 
 def _gpus() -> list[str]:

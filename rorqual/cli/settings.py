@@ -90,7 +90,8 @@ def near_misses(variables: Iterable[str], environ: Mapping[str, str]) -> list[st
 
     Others pass in silence: orchestrators set names like RORQUAL_SERVICE_HOST of their own accord.
     """
-    known = {"RORQUAL_CONFIG", "RORQUAL_DEBUG", "RORQUAL_CACHE", *variables}  # the last is read by the loader
+    # RORQUAL_CACHE is read by the loader, RORQUAL_CPU_ISA by the compiled kernels.
+    known = {"RORQUAL_CONFIG", "RORQUAL_DEBUG", "RORQUAL_CACHE", "RORQUAL_CPU_ISA", *variables}
     strangers = [name for name in environ if name.startswith("RORQUAL_") and name not in known]
     close = [(name, difflib.get_close_matches(name, known, n=1, cutoff=0.9)) for name in sorted(strangers)]
     return [f"environment variable {name} is not an option: did you mean {m[0]}?" for name, m in close if m]

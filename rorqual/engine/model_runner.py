@@ -68,7 +68,7 @@ class ModelRunner:
         hf_config = {**checkpoint.config, **config.hf_overrides}
         self.resolved = resolve(config, hf_config)
         resolved = self.resolved
-        load_backends("cpu")
+        load_backends("native", "cpu")
         place = Placement(
             Mesh.single(), resolved.dtype, resolved.device, resolved.kv_cache_dtype, resolved.max_model_len
         )

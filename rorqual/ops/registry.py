@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BACKENDS = ("vendor", "tilelang", "triton", "cpu")
+BACKENDS = ("vendor", "tilelang", "triton", "native", "cpu")
 """Order of preference. The reference always comes last."""
 
 
@@ -112,5 +112,5 @@ def load_backends(*backends: str) -> None:
     for folder in ("", *backends):
         where = [f"{path}/{folder}" if folder else path for path in package.__path__]
         for module in pkgutil.iter_modules(where):
-            if not module.ispkg:
+            if not module.ispkg and not module.name.startswith("_"):
                 importlib.import_module(".".join(filter(None, ("rorqual.ops", folder, module.name))))

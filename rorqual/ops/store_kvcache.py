@@ -1,13 +1,32 @@
-"""Write new keys and values into their slots of the paged cache."""
+"""The tensors of the paged cache, and the write of new keys and values into their slots."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rorqual.ops.registry import op
+
+
+class KVCache(NamedTuple):
+    """One layer's cache, each [num_blocks, block_size, num_kv_heads, head_dim] with strides of the kernels' choice."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@op
+def allocate_kvcache(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Memory for a layer's keys and values, in the order that this device's kernels read best.
+
+    Not zeroed: untouched pages cost no memory, and no kernel lets an unwritten slot reach a result.
+    """
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    return KVCache(*(torch.empty(shape, dtype=dtype, device=device) for _ in "kv"))
 
 
 @op

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from rorqual import SamplingParams
+from rorqual.ops.native.library import usable_isas, using
 from tests.engine.engines import tiny_llm
 from tests.tiny import VOCAB, reference_greedy
 
@@ -88,6 +89,35 @@ def test_tokens_do_not_depend_on(name, switch, kind):
             assert llm.engine.scheduler.num_preemptions > 0
         if switch == "defaults":
             assert llm.engine.stats.num_cached_tokens > 0
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMPILED: dict[str, dict] = {
+    "chunk of 1": {"long_prefill_token_threshold": 1},
+    "chunk of 3": {"long_prefill_token_threshold": 3},
+    "steps of 64 tokens": {"max_num_batched_tokens": 64},
+    "block of 48": {"block_size": 48},
+    "tight cache": {"num_kv_blocks": 5},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("isa", usable_isas())
+def test_compiled_kernels_keep_the_promise_in_bfloat16(isa, name):
+    options = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 16, "num_kv_blocks": 64}
+    options["hf_overrides"] = WIDE | {"vocab_size": 208}
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=18, ignore_eos=True)
+    with using(isa):
+        with tiny_llm(name, **options, enable_prefix_caching=False, max_num_seqs=1) as llm:
+            assert {llm.engine.kernels[op] for op in ("linear", "paged_attention")} == {"native"}
+            want = [llm.generate(ids, params, use_tqdm=False)[0].token_ids for ids in PROMPTS]
+        for switch, changes in COMPILED.items():
+            with tiny_llm(name, **(options | changes)) as llm:
+                for attempt in ("cold", "warm"):
+                    got = llm.generate(PROMPTS, params, use_tqdm=False)
+                    assert [out.token_ids for out in got] == want, (switch, attempt)
+                if "tight" in switch:
+                    assert llm.engine.scheduler.num_preemptions > 0
 
 
 def test_sa11_answers_of_one_request_differ_and_repeat():

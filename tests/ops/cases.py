@@ -9,7 +9,7 @@ import torch
 
 from rorqual.ops.moe import Routing, route_softmax
 from rorqual.ops.sample import row_key
-from tests.ops.paged_cases import ATTENTION_CASES, STORE_CASES
+from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BF16 = torch.bfloat16
@@ -54,6 +54,11 @@ def _norm_cases(*, residual: bool) -> dict[str, Callable[[], Call]]:
         "transposed": case(6, 5, view=lambda x: x.t().contiguous().t()),
         "bfloat16": case(7, 64, dtype=BF16),
         "bfloat16_strided": case(4, 12, dtype=BF16, view=every_other),
+        "bfloat16_none": case(0, 16, dtype=BF16),
+        "bfloat16_odd": case(5, 77, dtype=BF16),
+        "bfloat16_many": case(200, 576, dtype=BF16),
+        "bfloat16_rows_apart": case(5, 40, dtype=BF16, view=rows_apart),
+        **({} if residual else {"bfloat16_heads": case(5, 3, 40, dtype=BF16, view=rows_apart)}),
         "tiny_values": case(2, 16, scale=1e-5),  # eps decides
         "huge_values": case(2, 16, scale=1e15),
         "zeros": case(2, 16, scale=0.0),
@@ -79,6 +84,17 @@ _LINEAR: dict[str, Callable[[], Call]] = {
     "transposed": lambda: _linear(6, 10, 8, view=lambda x: x.t().contiguous().t()),
     "float32": lambda: _linear(3, 16, 24, dtype=torch.float32),
     "float32_bias": lambda: _linear(3, 16, 24, bias=True, dtype=torch.float32),
+    "native_none": lambda: _linear(0, 64, 48),
+    "native_one": lambda: _linear(1, 64, 48),
+    "native_one_block": lambda: _linear(3, 32, 16, bias=True),
+    "native_seven": lambda: _linear(7, 96, 80, bias=True),
+    "native_sixteen": lambda: _linear(16, 96, 80),
+    "native_seventeen": lambda: _linear(17, 64, 48, bias=True),
+    "native_forty": lambda: _linear(40, 64, 112),
+    "native_many": lambda: _linear(700, 1056, 48),
+    "native_wider_than_a_panel": lambda: _linear(90, 16992, 32),
+    "native_strided": lambda: _linear(5, 64, 32, view=every_other),
+    "native_rows_apart": lambda: _linear(37, 64, 32, bias=True, view=rows_apart),
 }
 
 _WEIGHTS: dict[str, Callable[[], Call]] = {
@@ -87,6 +103,9 @@ _WEIGHTS: dict[str, Callable[[], Call]] = {
     "one_row": lambda: ((normal(1, 40, dtype=BF16),), {}),
     "slice_of_columns": lambda: ((normal(8, 20, dtype=BF16)[:, 5:15],), {}),
     "float32": lambda: ((normal(24, 16),), {}),
+    "native_one_block": lambda: ((normal(16, 32, dtype=BF16),), {}),
+    "native_blocks": lambda: ((normal(48, 96, dtype=BF16),), {}),
+    "native_slice_of_columns": lambda: ((normal(32, 100, dtype=BF16)[:, 3:67],), {}),
 }
 
 
@@ -104,6 +123,11 @@ _ROPE: dict[str, Callable[[], Call]] = {
     "part_of_the_head": lambda: _rope(9, 3, 16, 6),
     "bfloat16": lambda: _rope(9, 3, 16, 16, dtype=BF16),
     "part_of_the_head_bfloat16": lambda: _rope(9, 3, 16, 6, dtype=BF16),
+    "none_bfloat16": lambda: _rope(0, 3, 64, 64, dtype=BF16),
+    "wide_bfloat16": lambda: _rope(70, 12, 64, 64, dtype=BF16),
+    "half_of_the_head_bfloat16": lambda: _rope(9, 3, 80, 40, dtype=BF16),
+    "heads_of_a_merged_product_bfloat16": lambda: _rope(9, 5, 96, 96, dtype=BF16, view=lambda x: x[:, 1:4]),
+    "strided_bfloat16": lambda: _rope(9, 3, 32, 32, dtype=BF16, view=every_other),
     "heads_of_a_merged_product": lambda: _rope(9, 5, 16, 16, view=lambda x: x[:, 1:4]),
     "strided": lambda: _rope(9, 3, 16, 16, view=every_other),
 }
@@ -113,6 +137,10 @@ _GATE: dict[str, Callable[[], Call]] = {
     "one": lambda: ((normal(1, 2),), {}),
     "odd": lambda: ((normal(7, 26),), {}),
     "bfloat16": lambda: ((normal(7, 26, dtype=BF16),), {}),
+    "bfloat16_none": lambda: ((normal(0, 64, dtype=BF16),), {}),
+    "bfloat16_many": lambda: ((normal(100, 3072, dtype=BF16) * 3,), {}),
+    "bfloat16_strided": lambda: ((every_other(normal(7, 90, dtype=BF16)),), {}),
+    "bfloat16_large_values": lambda: ((normal(4, 64, dtype=BF16) * 200,), {}),
     "strided": lambda: ((every_other(normal(7, 26)),), {}),
     "large_values": lambda: ((normal(4, 8) * 200,), {}),
 }
@@ -252,6 +280,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
         name: lambda make=make: ((made := make()).args, made.options) for name, make in ATTENTION_CASES.items()
     },
     "store_kvcache": STORE_CASES,
+    "allocate_kvcache": ALLOCATE_CASES,
     "rms_norm": _norm_cases(residual=False),
     "add_rms_norm": _norm_cases(residual=True),
     "linear": _LINEAR,

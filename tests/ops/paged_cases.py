@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rorqual.batch import Batch, CacheView
+from rorqual.ops.store_kvcache import allocate_kvcache
 
 
 class PagedCase(NamedTuple):
@@ -29,11 +30,20 @@ class PagedCase(NamedTuple):
         return self.query, self.key_cache, self.value_cache, self.batch, self.block_tables
 
 
-def make_cache(num_blocks: int, block_size: int, num_heads: int, head_dim: int, *, layout: str, dtype) -> torch.Tensor:
-    """[num_blocks, block_size, num_heads, head_dim], all NaN; layout "heads" is the CPU's, "tokens" the GPU's."""
+def make_caches(
+    num_blocks: int, block_size: int, num_heads: int, head_dim: int, *, layout: str, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Keys and values [num_blocks, block_size, num_heads, head_dim], all NaN.
+
+    layout "heads" is that of ops/cpu, "tokens" the GPU's, "own" whatever the kernels in use ask for.
+    """
+    if layout == "own":
+        shape = (num_blocks, block_size, num_heads, head_dim)
+        return [t.fill_(float("nan")) for t in allocate_kvcache(*shape, dtype=dtype, device=torch.device("cpu"))]
     if layout == "heads":
-        return torch.full((num_blocks, num_heads, block_size, head_dim), float("nan"), dtype=dtype).transpose(1, 2)
-    return torch.full((num_blocks, block_size, num_heads, head_dim), float("nan"), dtype=dtype)
+        shape = (num_blocks, num_heads, block_size, head_dim)
+        return [torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2) for _ in "kv"]
+    return [torch.full((num_blocks, block_size, num_heads, head_dim), float("nan"), dtype=dtype) for _ in "kv"]
 
 
 def make_batch(query_lens: Sequence[int], context_lens: Sequence[int], caches: tuple[CacheView, ...] = ()) -> Batch:
@@ -79,9 +89,7 @@ def attention_case(
     lengths = [-(-context // block_size) for context in context_lens]
     spare = 3
     free = torch.randperm(sum(lengths) + spare, generator=generator).tolist()
-    caches = [
-        make_cache(len(free), block_size, kv_heads, head_dim, layout=layout, dtype=cache_dtype or dtype) for _ in "kv"
-    ]
+    caches = make_caches(len(free), block_size, kv_heads, head_dim, layout=layout, dtype=cache_dtype or dtype)
     tables = torch.zeros(len(lengths), max(lengths, default=0) + extra_columns, dtype=torch.int32)
     whole: list[list[torch.Tensor]] = [[], []]
     for row, (length, context) in enumerate(zip(query_lens, context_lens, strict=True)):
@@ -104,6 +112,14 @@ def attention_case(
 
 _MIXED = ([1, 1, 1, 5, 2, 9], [1, 4, 13, 5, 11, 30])
 _SPREAD = ([1] * 8, [1, 3, 200, 5, 700, 130, 70, 699])
+
+
+def _native(query_lens: Sequence[int], context_lens: Sequence[int], **options: Any) -> PagedCase:
+    shape = {"head_dim": 32, "block_size": 16, "heads": 6, "kv_heads": 2, "dtype": torch.bfloat16, "layout": "own"}
+    return attention_case(query_lens, context_lens, **(shape | options))
+
+
+_LONG = ([1, 1, 40, 300, 7], [600, 17, 40, 1200, 1030])
 
 ATTENTION_CASES: dict[str, Any] = {
     "one_token_of_one": lambda: attention_case([1], [1]),
@@ -143,6 +159,19 @@ ATTENTION_CASES: dict[str, Any] = {
     ),
     "layout_of_the_gpu": lambda: attention_case(*_MIXED, layout="tokens"),
     "cache_of_another_dtype": lambda: attention_case(*_MIXED, cache_dtype=torch.bfloat16),
+    "native_one_token_of_one": lambda: _native([1], [1]),
+    "native_mixed": lambda: _native(*_MIXED),
+    "native_mixed_one_head_a_group": lambda: _native(*_MIXED, kv_heads=6),
+    "native_mixed_twenty_heads_a_group": lambda: _native(*_MIXED, heads=40, extra_columns=3),
+    "native_mixed_strided": lambda: _native(*_MIXED, strided=True),
+    "native_mixed_other_scale": lambda: _native(*_MIXED, scale=0.7),
+    "native_window_of_one": lambda: _native(*_MIXED, window=1),
+    "native_window_of_four": lambda: _native(*_MIXED, window=4),
+    "native_spread": lambda: _native(*_SPREAD, head_dim=64),
+    "native_long": lambda: _native(*_LONG, heads=9, kv_heads=3, head_dim=64),
+    "native_long_blocks_of_48": lambda: _native(*_LONG, block_size=48, head_dim=96),
+    "native_long_window": lambda: _native(*_LONG, window=100, head_dim=128, block_size=32),
+    "native_long_wide_heads": lambda: _native(*_LONG, head_dim=256, heads=2),
 }
 
 
@@ -164,13 +193,17 @@ def store_case(
     _, key, value = merged.split(heads, dim=1)
     if not strided:
         key, value = key.contiguous(), value.contiguous()
-    caches = [
-        make_cache(num_blocks, block_size, heads, head_dim, layout=layout, dtype=cache_dtype or dtype) for _ in "kv"
-    ]
+    caches = make_caches(num_blocks, block_size, heads, head_dim, layout=layout, dtype=cache_dtype or dtype)
     return key, value, *caches, torch.tensor(slots, dtype=torch.int64)
 
 
 _SLOTS = [7, 0, 19, 3, 12, 8]
+
+
+def _native_store(slots: Sequence[int], **options: Any) -> tuple[Any, ...]:
+    shape = {"head_dim": 32, "block_size": 16, "dtype": torch.bfloat16, "layout": "own"}
+    return store_case(slots, **(shape | options))
+
 
 STORE_CASES: dict[str, Any] = {
     "none": lambda: (store_case([]), {}),
@@ -182,4 +215,18 @@ STORE_CASES: dict[str, Any] = {
     "cache_of_another_dtype": lambda: (store_case(_SLOTS, cache_dtype=torch.bfloat16, strided=True), {}),
     "padded": lambda: (store_case([-1, 7, -1, 0, 19, -1]), {}),
     "only_padding": lambda: (store_case([-1, -1]), {}),
+    "native_none": lambda: (_native_store([]), {}),
+    "native_scattered": lambda: (_native_store([17, 0, 79, 3, 32, 8]), {}),
+    "native_strided": lambda: (_native_store([17, 0, 79, 3, 32, 8], strided=True), {}),
+    "native_padded": lambda: (_native_store([-1, 17, -1, 0, 79, -1], head_dim=64), {}),
+}
+
+ALLOCATE_CASES: dict[str, Any] = {
+    name: lambda shape=shape, dtype=dtype: (shape, {"dtype": dtype, "device": torch.device("cpu")})
+    for name, shape, dtype in (
+        ("small", (3, 4, 2, 8), torch.float32),
+        ("small_bfloat16", (3, 4, 2, 8), torch.bfloat16),
+        ("native_small", (3, 16, 2, 32), torch.bfloat16),
+        ("native_wide", (3, 32, 1, 256), torch.bfloat16),
+    )
 }

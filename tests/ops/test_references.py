@@ -16,7 +16,7 @@ from rorqual.ops.rope import rotary_embedding
 from rorqual.ops.silu_and_mul import silu_and_mul
 from rorqual.ops.store_kvcache import store_kvcache
 from tests.ops.cases import CASES, normal
-from tests.ops.paged_cases import ATTENTION_CASES, STORE_CASES, PagedCase, make_cache
+from tests.ops.paged_cases import ATTENTION_CASES, STORE_CASES, PagedCase, make_caches
 
 BF16 = torch.bfloat16
 ONE_ROUNDING = {torch.float32: 2e-6, BF16: 2**-8}
@@ -65,7 +65,7 @@ def test_ro6_window_counts_the_query_itself():
     for context in (3, 4, 5, 8):
         case = ATTENTION_CASES["window_edge"]()
         values = torch.arange(float(context)).view(-1, 1, 1)
-        value_cache = make_cache(3, 4, 1, 1, layout="heads", dtype=torch.float32)
+        value_cache = make_caches(3, 4, 1, 1, layout="heads", dtype=torch.float32)[0]
         value_cache.view(-1)[:context] = values.view(-1)
         batch = type(case.batch)(**{**_fields(case.batch), "query_lens": (1,), "context_lens_host": (context,)})
         table = torch.arange(3, dtype=torch.int32)[None]
@@ -88,11 +88,12 @@ def test_mo5_store_writes_owned_slots_and_nothing_else(name):
     for cache in (key_cache, value_cache):
         cache.copy_(normal(*cache.shape, seed=8))
     before = [array(cache).copy() for cache in (key_cache, value_cache)]
+    block_size = key_cache.shape[1]
     assert store_kvcache.reference(key, value, key_cache, value_cache, slots) is None
     for rows, cache, want in zip((key, value), (key_cache, value_cache), before, strict=True):
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                want[slot // 4, slot % 4] = array(rows[token].to(cache.dtype))
+                want[slot // block_size, slot % block_size] = array(rows[token].to(cache.dtype))
         np.testing.assert_array_equal(array(cache), want)
 
 

@@ -40,9 +40,9 @@ def test_without_implementations_the_reference_answers(made):
 
 
 def test_backends_are_tried_in_the_order_of_preference_whatever_the_order_of_registration(made):
-    for backend in ("cpu", "vendor", "triton", "tilelang"):
+    for backend in ("cpu", "vendor", "triton", "tilelang", "native"):
         made.impl(backend)(answer(backend))
-    assert [impl.backend for impl in made.impls] == list(BACKENDS) == ["vendor", "tilelang", "triton", "cpu"]
+    assert [impl.backend for impl in made.impls] == list(BACKENDS) == ["vendor", "tilelang", "triton", "native", "cpu"]
     assert made(1) == "vendor 2"
     assert list(made.explain(1)) == [*BACKENDS, "reference"]
 
@@ -74,7 +74,7 @@ def test_implementation_is_returned_as_it_is(made):
 
 
 def test_unknown_backend_is_refused_with_the_allowed_ones(made):
-    with pytest.raises(ValueError, match=r"unknown backend 'cuda'; allowed: vendor, tilelang, triton, cpu"):
+    with pytest.raises(ValueError, match=r"unknown backend 'cuda'; allowed: vendor, tilelang, triton, native, cpu"):
         made.impl("cuda")
 
 
@@ -105,10 +105,11 @@ def test_declared_op_is_found_by_name():
 
 def test_every_backend_file_answers_an_op_of_the_file_of_its_name():
     """ops/cpu/NAME.py holds implementations of ops in ops/NAME.py, so that one is found from the other."""
-    load_backends("cpu")
+    load_backends("native", "cpu")
     ops_folder = Path(rorqual.ops.__file__).parent
-    for module in pkgutil.iter_modules([str(ops_folder / "cpu")]):
-        assert (ops_folder / f"{module.name}.py").exists()
+    for module in pkgutil.iter_modules([str(ops_folder / "cpu"), str(ops_folder / "native")]):
+        if module.name not in ("_kernels", "library"):  # the compiled kernels, and what loads them
+            assert (ops_folder / f"{module.name}.py").exists()
     for made in OPS.values():
         for impl in made.impls:
             folder, file = impl.fn.__module__.split(".")[-2:]

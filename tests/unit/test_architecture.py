@@ -38,7 +38,6 @@ TYPES_ONLY = {
 }
 """Imports that point up and serve the type checker alone."""
 ASKS_FOR_DEVICES = {
-    "cache/storage.py": "memory order of a block on the CPU",
     "engine/model_runner.py": "how much memory a device has, and dtypes it is slow in",
 }
 """Files outside ops/ and platform.py that ask which device it is, and what for."""

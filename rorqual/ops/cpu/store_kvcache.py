@@ -1,4 +1,4 @@
-"""Write new keys and values into the paged cache on CPU: one row copy per tensor, its indices shared by all layers."""
+"""The paged cache on CPU, head by head, and the write into it: a row copy per tensor, indices shared by all layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rorqual.batch import once
-from rorqual.ops.store_kvcache import store_kvcache
+from rorqual.ops.store_kvcache import KVCache, allocate_kvcache, store_kvcache
 
 
 class _Rows(NamedTuple):
@@ -17,6 +17,19 @@ class _Rows(NamedTuple):
     source: torch.Tensor | None
     """Tokens that have a slot; None if all have."""
     target: torch.Tensor
+
+
+def _refuse_allocate(*_shape: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"is for the CPU, got {device.type}"
+
+
+@allocate_kvcache.impl("cpu", refuse=_refuse_allocate)
+def allocate_kvcache_cpu(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """The heads of a block lie one after the other, so that a head's keys can be gathered as long rows."""
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    return KVCache(*(torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in "kv"))
 
 
 def _refuse(

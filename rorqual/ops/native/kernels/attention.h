@@ -1,0 +1,318 @@
+// Causal attention of a flat batch over the paged cache, without gathering it.
+//
+// A task is a KV head and up to sixteen of its query rows ("lanes"): the query heads of one token, then of the next token
+// of the same sequence, and so on. Keys pass in spans of SPAN at fixed positions and every lane sums alone, so the answer
+// for a query depends neither on the batch around it nor on how its prompt was cut.
+
+#define SPAN 512
+#define HIDDEN (-1e30f)
+#define MAX_HEAD_DIM 256
+
+typedef struct {
+    const bf16 *query;
+    int64_t query_token_stride, query_head_stride;
+    const bf16 *key_cache, *value_cache;
+    const int32_t *cu_seqlens, *context_lens, *block_tables;
+    int64_t max_blocks, num_seqs, heads, kv_heads, head_dim, block_size;
+    float scale;
+    int64_t window;  // 0: none
+    bf16 *out;       // [tokens, heads, head_dim]
+    // Worked out here
+    int64_t group, num_tasks;
+    const int64_t *first_task;  // [num_seqs + 1], of one KV head
+    int64_t *next;
+} attention_t;
+
+typedef struct {
+    int64_t seq, head;
+    int64_t lanes, first;      // query rows, counted from the sequence's first token in the batch
+    int64_t token, position;   // of that first token: its place in the batch and in its sequence
+    int64_t begin, end;        // keys that any lane sees
+} task_t;
+
+INLINE task_t find_task(const attention_t *a, int64_t number) {
+    task_t t;
+    t.head = number % a->kv_heads;
+    number /= a->kv_heads;
+    int64_t low = 0, high = a->num_seqs;
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (a->first_task[middle] <= number) low = middle;
+        else high = middle;
+    }
+    t.seq = low;
+    const int64_t length = a->cu_seqlens[low + 1] - a->cu_seqlens[low];
+    t.first = 16 * (number - a->first_task[low]);
+    t.lanes = min64(16, length * a->group - t.first);
+    t.token = a->cu_seqlens[low];
+    t.position = a->context_lens[low] - length;
+    const int64_t lowest = t.position + t.first / a->group;
+    t.begin = a->window ? max64(0, lowest - a->window + 1) : 0;
+    t.end = t.position + (t.first + t.lanes - 1) / a->group + 1;
+    return t;
+}
+
+// Where a lane's query begins, counted in [tokens, heads] with these strides.
+INLINE int64_t lane_offset(const attention_t *a, const task_t *t, int64_t lane, int64_t token_stride, int64_t head_stride) {
+    const int64_t row = t->first + lane;
+    return (t->token + row / a->group) * token_stride + (t->head * a->group + row % a->group) * head_stride;
+}
+
+INLINE const bf16 *page_of(const attention_t *a, const bf16 *cache, const task_t *t, int64_t key) {
+    const int64_t block = a->block_tables[t->seq * a->max_blocks + key / a->block_size];
+    return cache + (block * a->kv_heads + t->head) * a->block_size * a->head_dim;
+}
+
+// Positions of the lanes' tokens. A lane without a query repeats the last one's, so that it asks for no mask.
+INLINE i32x16 lane_positions(const attention_t *a, const task_t *t) {
+    i32x16 positions;
+    for (int lane = 0; lane < 16; lane++)
+        positions[lane] = (int32_t)(t->position + (t->first + min64(lane, t->lanes - 1)) / a->group);
+    return positions;
+}
+
+// The part of the running softmax that a span of keys adds: hides scores [count][16 lanes] of the keys from `first` on,
+// raises `top` to the largest and returns the factor 2^(scale (old - new top)) for what was summed before.
+INLINE f32x16 raise_top(float *scores, int64_t first, int64_t count, float scale, i32x16 positions, int64_t window,
+                        f32x16 *top) {
+    f32x16 best = *top;
+    // Lanes are in the order of their positions. Keys that all of them see need no mask.
+    if (first + count - 1 > positions[0] || (window && first <= positions[15] - window)) {
+        for (int64_t i = 0; i < count; i++) {
+            const i32x16 at = (int32_t)(first + i) - (i32x16){0};
+            i32x16 hidden = at > positions;
+            if (window) hidden |= at <= positions - (int32_t)window;
+            const f32x16 s = blend(hidden, splat(HIDDEN), load(scores + 16 * i));
+            store(scores + 16 * i, s);
+            best = max16(best, s);
+        }
+    } else {
+        for (int64_t i = 0; i < count; i++) best = max16(best, load(scores + 16 * i));
+    }
+    const f32x16 kept = exp2_16((*top - best) * scale);
+    *top = best;
+    return kept;
+}
+
+// What a key counts: 0 where it is hidden. While a lane has seen no key at all its top is HIDDEN too and hidden keys count
+// 1: raise_top's factor is 0 once it sees one, which every lane does in the end.
+INLINE f32x16 weight_of(const float *score, f32x16 top, float scale) { return exp2_16((load(score) - top) * scale); }
+
+#ifdef USE_AMX
+
+INLINE void attention_tiles(void) {
+    // 0-3 sums; 4 keys or values [16][up to 32]; 5 queries [16 pairs][16 lanes]; 6 values [16][16]; 7 weights [8 pairs][16]
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((packed, aligned(64))) config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.rows[tile] = tile == 7 ? 8 : 16;
+        config.bytes[tile] = tile == 6 ? 32 : 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+static void attend(const attention_t *a, const task_t *t) {
+    const int64_t dim = a->head_dim, size = a->block_size;
+    const float scale = a->scale * LOG2_E;
+    uint32_t query[MAX_HEAD_DIM / 2][16] __attribute__((aligned(64)));
+    float scores[SPAN][16] __attribute__((aligned(64)));
+    uint32_t weights[SPAN / 2][16] __attribute__((aligned(64)));
+    float sums[MAX_HEAD_DIM][16] __attribute__((aligned(64)));
+    bf16 last[MAX_HEAD_DIM][16] __attribute__((aligned(64)));
+    __builtin_memset(query, 0, 32 * dim);
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
+        const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
+        for (int64_t i = 0; i < dim / 2; i++) __builtin_memcpy(&query[i][lane], q + 2 * i, sizeof(uint32_t));
+    }
+    const i32x16 positions = lane_positions(a, t);
+    const int64_t context = a->context_lens[t->seq];
+    f32x16 top = splat(HIDDEN), total = {0};
+    int started = 0;
+    for (int64_t span = t->begin / SPAN * SPAN; span < t->end; span += SPAN) {
+        const int64_t begin = max64(span, t->begin / 16 * 16), end = min64(span + SPAN, (t->end + 15) / 16 * 16);
+        for (int64_t key = begin; key < end; key += 16) {
+            const bf16 *keys = page_of(a, a->key_cache, t, key) + key % size * dim;
+            _tile_zero(0);
+            for (int64_t i = 0; i < dim; i += 32) {
+                _tile_loadd(4, keys + i, 2 * dim);
+                _tile_loadd(5, query[i / 2], 64);
+                _tile_dpbf16ps(0, 4, 5);
+            }
+            _tile_stored(0, scores[key - begin], 64);
+        }
+        const int64_t count = end - begin;
+        const f32x16 kept = raise_top(scores[0], begin, count, scale, positions, a->window, &top);
+        total *= kept;
+        for (int64_t i = 0; i < count; i += 2) {
+            const f32x16 even = weight_of(scores[i], top, scale), odd = weight_of(scores[i + 1], top, scale);
+            total += even;
+            total += odd;
+            *(u32x16 *)weights[i / 2] = pair_bf16(even, odd);
+        }
+        if (started)
+            for (int64_t i = 0; i < dim; i++) store(sums[i], load(sums[i]) * kept);
+        else __builtin_memset(sums, 0, 64 * dim);
+        started = 1;
+        for (int64_t i = 0; i < dim; i += 64) {
+            const int tiles = (int)min64(4, (dim - i) / 16);
+            _tile_loadd(0, sums[i], 64);
+            if (tiles > 1) _tile_loadd(1, sums[i + 16], 64);
+            if (tiles > 2) _tile_loadd(2, sums[i + 32], 64);
+            if (tiles > 3) _tile_loadd(3, sums[i + 48], 64);
+            for (int64_t key = begin; key < end; key += 16) {
+                const bf16 *values = page_of(a, a->value_cache, t, key) + i * size + key % size;
+                int64_t stride = size;
+                if (key + 16 > context) {  // nobody wrote behind the context: whatever is there must not be multiplied
+                    for (int64_t d = 0; d < 16 * tiles; d++)
+                        for (int64_t j = 0; j < 16; j++) last[d][j] = key + j < context ? values[d * size + j] : 0;
+                    values = last[0];
+                    stride = 16;
+                }
+                _tile_loadd(7, weights[(key - begin) / 2], 64);
+                _tile_loadd(6, values, 2 * stride);
+                _tile_dpbf16ps(0, 6, 7);
+                if (tiles > 1) {
+                    _tile_loadd(6, values + 16 * stride, 2 * stride);
+                    _tile_dpbf16ps(1, 6, 7);
+                }
+                if (tiles > 2) {
+                    _tile_loadd(6, values + 32 * stride, 2 * stride);
+                    _tile_dpbf16ps(2, 6, 7);
+                }
+                if (tiles > 3) {
+                    _tile_loadd(6, values + 48 * stride, 2 * stride);
+                    _tile_dpbf16ps(3, 6, 7);
+                }
+            }
+            _tile_stored(0, sums[i], 64);
+            if (tiles > 1) _tile_stored(1, sums[i + 16], 64);
+            if (tiles > 2) _tile_stored(2, sums[i + 32], 64);
+            if (tiles > 3) _tile_stored(3, sums[i + 48], 64);
+        }
+    }
+    const f32x16 share = 1.0f / total;
+    for (int64_t i = 0; i < dim; i++) store(sums[i], load(sums[i]) * share);
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
+        bf16 *out = a->out + lane_offset(a, t, lane, a->heads, 1) * dim;
+        for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i][lane]);
+    }
+}
+
+#else
+
+INLINE void attention_tiles(void) {}
+
+// The same sums with the lanes in a loop and the channels in a register.
+static void attend(const attention_t *a, const task_t *t) {
+    const int64_t dim = a->head_dim, parts = dim / 16, lanes = t->lanes;
+    const float scale = a->scale * LOG2_E;
+    float query[16][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float scores[SPAN][16] __attribute__((aligned(64)));
+    float sums[16][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
+        for (int64_t i = 0; i < dim; i += 16) {
+            store(query[lane] + i, load_bf16(q + i));
+            store(sums[lane] + i, (f32x16){0});
+        }
+    }
+    const i32x16 positions = lane_positions(a, t);
+    f32x16 top = splat(HIDDEN), total = {0};
+    for (int64_t span = t->begin / SPAN * SPAN; span < t->end; span += SPAN) {
+        const int64_t begin = max64(span, t->begin), end = min64(span + SPAN, t->end);
+        for (int64_t key = begin; key < end; key++) {
+            const bf16 *keys = page_of(a, a->key_cache, t, key) + key % a->block_size * dim;
+            store(scores[key - begin], (f32x16){0});
+            for (int64_t lane = 0; lane < lanes; lane++) {
+                f32x16 products = {0};
+                for (int64_t i = 0; i < parts; i++) products += load_bf16(keys + 16 * i) * load(query[lane] + 16 * i);
+                scores[key - begin][lane] = sum16(products);
+            }
+        }
+        const f32x16 kept = raise_top(scores[0], begin, end - begin, scale, positions, a->window, &top);
+        total *= kept;
+        for (int64_t key = begin; key < end; key++) {
+            const f32x16 weight = weight_of(scores[key - begin], top, scale);
+            total += weight;
+            store(scores[key - begin], weight);
+        }
+        for (int64_t lane = 0; lane < lanes; lane++)
+            for (int64_t i = 0; i < dim; i += 16) store(sums[lane] + i, load(sums[lane] + i) * kept[lane]);
+        for (int64_t key = begin; key < end; key++) {
+            const bf16 *values = page_of(a, a->value_cache, t, key) + key % a->block_size * dim;
+            for (int64_t lane = 0; lane < lanes; lane++) {
+                const float weight = scores[key - begin][lane];
+                if (weight == 0.0f) continue;
+                for (int64_t i = 0; i < dim; i += 16)
+                    store(sums[lane] + i, load(sums[lane] + i) + load_bf16(values + i) * weight);
+            }
+        }
+    }
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        bf16 *out = a->out + lane_offset(a, t, lane, a->heads, 1) * dim;
+        for (int64_t i = 0; i < dim; i += 16) store_bf16(out + i, load(sums[lane] + i) / total[lane]);
+    }
+}
+
+#endif
+
+static void attention_share(const void *arg, int thread, int num_threads) {
+    const attention_t *a = arg;
+    (void)thread;
+    (void)num_threads;
+    attention_tiles();
+    for (;;) {
+        // Later tasks of a chunk see more keys: hand those out first, so that threads end together.
+        const int64_t taken = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
+        if (taken >= a->num_tasks) break;
+        const task_t task = find_task(a, a->num_tasks - 1 - taken);
+        attend(a, &task);
+    }
+#ifdef USE_AMX
+    _tile_release();
+#endif
+}
+
+// Returns 0, or 1 where there is no memory for the list of tasks.
+int ISA(attention)(const bf16 *query, int64_t query_token_stride, int64_t query_head_stride, const bf16 *key_cache,
+                   const bf16 *value_cache, const int32_t *cu_seqlens, const int32_t *context_lens,
+                   const int32_t *block_tables, int64_t max_blocks, int64_t num_seqs, int64_t heads, int64_t kv_heads,
+                   int64_t head_dim, int64_t block_size, float scale, int64_t window, bf16 *out, int threads) {
+    int64_t *first_task = malloc(sizeof(int64_t) * (num_seqs + 1)), next = 0;
+    if (first_task == NULL) return 1;
+    const int64_t group = heads / kv_heads;
+    first_task[0] = 0;
+    for (int64_t i = 0; i < num_seqs; i++) {
+        const int64_t length = cu_seqlens[i + 1] - cu_seqlens[i];
+        first_task[i + 1] = first_task[i] + (length * group + 15) / 16;
+    }
+    const attention_t a = {
+        .query = query,
+        .query_token_stride = query_token_stride,
+        .query_head_stride = query_head_stride,
+        .key_cache = key_cache,
+        .value_cache = value_cache,
+        .cu_seqlens = cu_seqlens,
+        .context_lens = context_lens,
+        .block_tables = block_tables,
+        .max_blocks = max_blocks,
+        .num_seqs = num_seqs,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .head_dim = head_dim,
+        .block_size = block_size,
+        .scale = scale,
+        .window = window,
+        .out = out,
+        .group = group,
+        .num_tasks = first_task[num_seqs] * kv_heads,
+        .first_task = first_task,
+        .next = &next,
+    };
+    rorqual_parallel(attention_share, &a, threads);
+    free(first_task);
+    return 0;
+}

@@ -1,0 +1,176 @@
+// out[m, n] = sum_k x[m, k] w[n, k] + bias[n] in bfloat16, accumulated in float32 in the same order whatever m is.
+//
+// The weight is laid out as [n / 16][k / 2][16][2]: 64 bytes hold two neighbouring k of sixteen n, which is what a
+// bfloat16 dot-product instruction wants in a register and, sixteen such rows long, what AMX wants in a tile.
+
+typedef struct {
+    const bf16 *x;
+    int64_t x_stride;
+    const bf16 *weight;
+    const bf16 *bias;  // or NULL
+    bf16 *out;
+    int64_t out_stride;
+    int64_t rows, out_features, in_features;
+} linear_t;
+
+// A block's share of the answer, [16 columns] of row m, from its float32 sums.
+INLINE void finish_row(const linear_t *a, int64_t m, int64_t block, f32x16 sum) {
+    if (a->bias) sum += load_bf16(a->bias + 16 * block);
+    store_bf16(a->out + m * a->out_stride + 16 * block, sum);
+}
+
+#ifdef USE_AMX
+
+// Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 blocks of the weight.
+INLINE void configure_tiles(int rows_a, int rows_b) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((packed, aligned(64))) config = {.palette = 1};
+    const int rows[8] = {rows_a, rows_a, rows_b, rows_b, rows_a, rows_b, 16, 16};
+    for (int tile = 0; tile < 8; tile++) {
+        config.rows[tile] = rows[tile] ? rows[tile] : 1;
+        config.bytes[tile] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+// Up to 32 rows by two blocks.
+INLINE void tiles_2x2(const linear_t *a, int64_t m, int rows_a, int rows_b, int64_t block, int blocks) {
+    const int64_t k_tiles = a->in_features / 32, x_bytes = 2 * a->x_stride;
+    const bf16 *xa = a->x + m * a->x_stride, *xb = xa + (rows_b ? 16 : 0) * a->x_stride;
+    const bf16 *wa = a->weight + block * k_tiles * 512, *wb = wa + (blocks - 1) * k_tiles * 512;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < k_tiles; k++) {
+        _tile_loadd(4, xa + 32 * k, x_bytes);
+        _tile_loadd(6, wa + 512 * k, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, wb + 512 * k, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, xb + 32 * k, x_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    float sums[4][16][16] __attribute__((aligned(64)));
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int j = 0; j < blocks; j++) {
+        for (int i = 0; i < rows_a; i++) finish_row(a, m + i, block + j, load(sums[j][i]));
+        for (int i = 0; i < rows_b; i++) finish_row(a, m + 16 + i, block + j, load(sums[2 + j][i]));
+    }
+}
+
+// Up to 16 rows by one block after the other: the weight streams by once.
+INLINE void tiles_1x1(const linear_t *a, int64_t m, int rows, int64_t first, int64_t last) {
+    const int64_t k_tiles = a->in_features / 32, x_bytes = 2 * a->x_stride;
+    const bf16 *x = a->x + m * a->x_stride;
+    float sums[16][16] __attribute__((aligned(64)));
+    for (int64_t block = first; block < last; block++) {
+        const bf16 *w = a->weight + block * k_tiles * 512;
+        _tile_zero(0);
+        for (int64_t k = 0; k < k_tiles; k++) {
+            for (int line = 0; line < 16; line++) __builtin_prefetch(w + 512 * (k + PREFETCH_TILES) + 32 * line);
+            _tile_loadd(4, x + 32 * k, x_bytes);
+            _tile_loadd(6, w + 512 * k, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, sums, 64);
+        for (int i = 0; i < rows; i++) finish_row(a, m + i, block, load(sums[i]));
+    }
+}
+
+static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
+    if (a->rows <= 16) {
+        configure_tiles((int)a->rows, 0);
+        tiles_1x1(a, 0, (int)a->rows, first, last);
+    } else {
+        // So many rows of x stay in the second-level cache while the weight passes by.
+        const int64_t step = max64(32, (1 << 20) / (2 * a->in_features) / 32 * 32);
+        for (int64_t top = 0; top < a->rows; top += step) {
+            const int64_t bottom = min64(a->rows, top + step), whole = top + (bottom - top) / 32 * 32;
+            configure_tiles(16, 16);
+            for (int64_t block = first; block < last; block += 2)
+                for (int64_t m = top; m < whole; m += 32) tiles_2x2(a, m, 16, 16, block, (int)min64(2, last - block));
+            if (whole < bottom) {
+                const int rows_a = (int)min64(16, bottom - whole), rows_b = (int)(bottom - whole) - rows_a;
+                configure_tiles(rows_a, rows_b);
+                for (int64_t block = first; block < last; block += 2)
+                    tiles_2x2(a, whole, rows_a, rows_b, block, (int)min64(2, last - block));
+            }
+        }
+    }
+    _tile_release();
+}
+
+#else
+
+#ifdef __AVX512BF16__
+#define ADD_PAIRS(sum, w, x) \
+    ((f32x16)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(w), (__m512bh)_mm512_set1_epi32((int)(x))))
+#else
+#define ADD_PAIRS(sum, w, x) \
+    ((sum) + (f32x16)((w) << 16) * bits_to_float((x) << 16) + (f32x16)((w) & 0xffff0000) * bits_to_float((x) & 0xffff0000))
+#endif
+
+INLINE void rows_by_blocks(const linear_t *a, int64_t m, const int rows, int64_t block, const int blocks) {
+    const int64_t pairs = a->in_features / 2;
+    const bf16 *w = a->weight + block * pairs * 32;
+    f32x16 sums[4][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) sums[i][j] = (f32x16){0};
+    for (int64_t k = 0; k < pairs; k++) {
+        u32x16 weights[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) weights[j] = *(const u32x16_mem *)(w + (j * pairs + k) * 32);
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i++) {
+            uint32_t pair;
+            __builtin_memcpy(&pair, a->x + (m + i) * a->x_stride + 2 * k, sizeof pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < blocks; j++) sums[i][j] = ADD_PAIRS(sums[i][j], weights[j], pair);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < blocks; j++) finish_row(a, m + i, block + j, sums[i][j]);
+}
+
+INLINE void all_rows(const linear_t *a, int64_t block, const int blocks) {
+    int64_t m = 0;
+    for (; m + 4 <= a->rows; m += 4) rows_by_blocks(a, m, 4, block, blocks);
+    if (m + 2 <= a->rows) {
+        rows_by_blocks(a, m, 2, block, blocks);
+        m += 2;
+    }
+    if (m < a->rows) rows_by_blocks(a, m, 1, block, blocks);
+}
+
+static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
+    int64_t block = first;
+    for (; block + BLOCKS <= last; block += BLOCKS) all_rows(a, block, BLOCKS);
+    for (; block < last; block++) all_rows(a, block, 1);
+}
+
+#endif
+
+static void linear_share(const void *arg, int thread, int num_threads) {
+    const linear_t *a = arg;
+    const int64_t blocks = a->out_features / 16;
+    linear_blocks(a, blocks * thread / num_threads, blocks * (thread + 1) / num_threads);
+}
+
+void ISA(linear)(const bf16 *x, int64_t x_stride, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t out_stride,
+                 int64_t rows, int64_t out_features, int64_t in_features, int threads) {
+    if (rows == 0) return;
+    const linear_t a = {x, x_stride, weight, bias, out, out_stride, rows, out_features, in_features};
+    rorqual_parallel(linear_share, &a, threads);
+}
