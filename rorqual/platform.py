@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from pathlib import Path
@@ -83,6 +84,22 @@ def _cgroup_memory_used() -> int:
             stat = dict(line.split() for line in (_CGROUP / stat_name).read_text().splitlines())
             return used - int(stat.get(key, 0))
     return 0
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what this process frees in pieces below 32 MiB, instead of handing it back to the kernel.
+
+    A step's activations come and go by the megabyte; fetched anew, each page costs a fault, a fifth of a long prompt's
+    time. Elsewhere than with glibc this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -26,7 +26,7 @@ from rorqual.loader.gguf import GGUFCheckpoint
 from rorqual.loader.json_file import read_json_object
 from rorqual.loader.source import resolve_model
 from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
-from rorqual.platform import describe_device, usable_cores
+from rorqual.platform import describe_device, keep_freed_memory, usable_cores
 from rorqual.sampling_params import SamplingParams
 from rorqual.sequence import Chunk, Sequence
 from rorqual.tokenizer.tokenizer import Tokenizer
@@ -75,6 +75,7 @@ class Engine:
         # The pool of torch's threads belongs to the process; every engine in it wants the same number.
         if torch.get_num_threads() != (threads := config.threads or usable_cores()):
             torch.set_num_threads(threads)
+        keep_freed_memory()
         with self._start_stage("resolve"):
             self.path = resolve_model(config.model, revision=config.revision)
         with self._start_stage("open"):

@@ -21,6 +21,18 @@ INLINE void finish_row(const linear_t *a, int64_t m, int64_t block, f32x16 sum) 
 
 #ifdef USE_AMX
 
+#define PANEL_BYTES (1 << 20)
+
+// Two blocks at once: a whole cache line, which would otherwise be fetched twice, rows being far apart.
+INLINE void finish_pair(const linear_t *a, int64_t m, int64_t block, f32x16 first, f32x16 second) {
+    if (a->bias) {
+        first += load_bf16(a->bias + 16 * block);
+        second += load_bf16(a->bias + 16 * block + 16);
+    }
+    _mm512_storeu_si512(a->out + m * a->out_stride + 16 * block,
+                        (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+
 // Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 blocks of the weight.
 INLINE void configure_tiles(int rows_a, int rows_b) {
     struct {
@@ -45,6 +57,7 @@ INLINE void tiles_2x2(const linear_t *a, int64_t m, int rows_a, int rows_b, int6
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    for (int i = 0; i < rows_a + rows_b; i++) __builtin_prefetch(a->out + (m + i) * a->out_stride + 16 * block, 1);
     for (int64_t k = 0; k < k_tiles; k++) {
         _tile_loadd(4, xa + 32 * k, x_bytes);
         _tile_loadd(6, wa + 512 * k, 64);
@@ -60,9 +73,10 @@ INLINE void tiles_2x2(const linear_t *a, int64_t m, int rows_a, int rows_b, int6
     _tile_stored(1, sums[1], 64);
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
-    for (int j = 0; j < blocks; j++) {
-        for (int i = 0; i < rows_a; i++) finish_row(a, m + i, block + j, load(sums[j][i]));
-        for (int i = 0; i < rows_b; i++) finish_row(a, m + 16 + i, block + j, load(sums[2 + j][i]));
+    for (int i = 0; i < rows_a + rows_b; i++) {
+        const float *first = sums[i / 16 * 2][i % 16], *second = sums[i / 16 * 2 + 1][i % 16];
+        if (blocks == 2) finish_pair(a, m + i, block, load(first), load(second));
+        else finish_row(a, m + i, block, load(first));
     }
 }
 
@@ -90,19 +104,19 @@ static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
         configure_tiles((int)a->rows, 0);
         tiles_1x1(a, 0, (int)a->rows, first, last);
     } else {
-        // So many rows of x stay in the second-level cache while the weight passes by.
-        const int64_t step = max64(32, (1 << 20) / (2 * a->in_features) / 32 * 32);
-        for (int64_t top = 0; top < a->rows; top += step) {
-            const int64_t bottom = min64(a->rows, top + step), whole = top + (bottom - top) / 32 * 32;
+        // A panel of the weight stays in the second-level cache while the rows pass by, 32 at a time.
+        const int64_t panel = max64(2, PANEL_BYTES / (32 * a->in_features) / 2 * 2), whole = a->rows / 32 * 32;
+        const int rows_a = (int)min64(16, a->rows - whole), rows_b = (int)(a->rows - whole) - rows_a;
+        for (int64_t left = first; left < last; left += panel) {
+            const int64_t right = min64(last, left + panel);
             configure_tiles(16, 16);
-            for (int64_t block = first; block < last; block += 2)
-                for (int64_t m = top; m < whole; m += 32) tiles_2x2(a, m, 16, 16, block, (int)min64(2, last - block));
-            if (whole < bottom) {
-                const int rows_a = (int)min64(16, bottom - whole), rows_b = (int)(bottom - whole) - rows_a;
-                configure_tiles(rows_a, rows_b);
-                for (int64_t block = first; block < last; block += 2)
-                    tiles_2x2(a, whole, rows_a, rows_b, block, (int)min64(2, last - block));
-            }
+            for (int64_t m = 0; m < whole; m += 32)
+                for (int64_t block = left; block < right; block += 2)
+                    tiles_2x2(a, m, 16, 16, block, (int)min64(2, right - block));
+            if (whole == a->rows) continue;
+            configure_tiles(rows_a, rows_b);
+            for (int64_t block = left; block < right; block += 2)
+                tiles_2x2(a, whole, rows_a, rows_b, block, (int)min64(2, right - block));
         }
     }
     _tile_release();
