@@ -112,7 +112,7 @@ class Terminal:
         os.close(child)
         self.seen = ""
 
-    def read_until(self, text, timeout_s=20):
+    def read_until(self, text, timeout_s=60):
         """Everything up to and with `text`, which must come."""
         deadline = time.monotonic() + timeout_s
         while text not in self.seen:
