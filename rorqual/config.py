@@ -73,8 +73,8 @@ class EngineConfig(StrictModel):
     """Dtype of weights and activations. auto: bfloat16 where the device computes in it natively, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if there is a usable one, else cpu."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the KV cache. auto: the dtype of the activations."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
+    """Dtype of the KV cache. auto: the dtype of the activations; fp8 (or fp8_e4m3): a byte per value, no scales."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that share every layer."""
     max_model_len: TokenCount | None = None

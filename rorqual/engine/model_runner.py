@@ -27,6 +27,8 @@ from rorqual.platform import available_memory, native_bfloat16, pick_device, tot
 _log = logging.getLogger(__name__)
 
 _AUTO_KV_BYTES_CPU = 4 << 30
+_BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
+"""Device -> the folders of ops/ whose kernels serve it."""
 _GIB = 2**30
 
 
@@ -68,7 +70,7 @@ class ModelRunner:
         hf_config = {**checkpoint.config, **config.hf_overrides}
         self.resolved = resolve(config, hf_config)
         resolved = self.resolved
-        load_backends("native", "cpu")
+        load_backends(*_BACKENDS[resolved.device.type])
         place = Placement(
             Mesh.single(), resolved.dtype, resolved.device, resolved.kv_cache_dtype, resolved.max_model_len
         )
@@ -129,7 +131,7 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
     """Answer every "auto". Raises ValueError, with the bytes and the flag to change, when the model cannot fit."""
     device = pick_device(config.device)
     dtype = _pick_dtype(config.dtype, device)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         1024 if device.type == "cpu" else 8192, config.max_num_seqs or 0
     )
@@ -173,6 +175,13 @@ def _pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
         raise ValueError("dtype 'float16' is not for the CPU, which computes it slowly: use bfloat16 or float32")
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def _pick_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    if wanted == "auto":
+        return dtype
+    picked: torch.dtype = torch.float8_e4m3fn if wanted.startswith("fp8") else getattr(torch, wanted)
+    return picked
 
 
 @dataclass(frozen=True, slots=True)

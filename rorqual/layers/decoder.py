@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from rorqual.layers.attention import Attention
 from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import QKVParallelLinear, RowParallelLinear, heads_per_rank
-from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding, RotaryTables
+from rorqual.loader.quantization_config import LinearFormat, WeightQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,14 @@ class Placement:
     device: torch.device
     kv_cache_dtype: torch.dtype
     max_model_len: int
+    rotary_tables: RotaryTables = field(default_factory=RotaryTables)
+    """The model's own, so that its layers share them and two models do not."""
+    quantization: WeightQuantization | None = None
+    """What the linear layers hold; `build_model` takes it from the config if it is not given here."""
+
+    def format_of(self, prefix: str, *names: str) -> LinearFormat | None:
+        """The format of the linear layers `names` below `prefix`, which are one product; None if not quantised."""
+        return self.quantization.of(prefix, *names) if self.quantization else None
 
 
 class SelfAttention(nn.Module):
@@ -60,6 +69,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         dtype, device = place.dtype, place.device
+        prefix = f"model.layers.{layer}.self_attn"
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_dim=config.head_dim,
@@ -69,6 +79,7 @@ class SelfAttention(nn.Module):
             bias=config.qkv_bias,
             dtype=dtype,
             device=device,
+            quantization=place.format_of(prefix, "q_proj", "k_proj", "v_proj"),
         )
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.head_dim,
@@ -77,6 +88,7 @@ class SelfAttention(nn.Module):
             bias=config.o_bias,
             dtype=dtype,
             device=device,
+            quantization=place.format_of(prefix, "o_proj"),
         )
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype, device=device)
@@ -91,8 +103,11 @@ class SelfAttention(nn.Module):
         qk, v = self.qkv_proj(x).split((num_heads + num_kv_heads, num_kv_heads), dim=1)  # [num_tokens, heads, head_dim]
         if self.qk_norm:
             q, k = qk.split((num_heads, num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = self.rotary(qk, batch.positions, scratch=batch.scratch).split((num_heads, num_kv_heads), dim=1)
+            q, k = self.q_norm(q), self.k_norm(k)
+            self.rotary(batch.positions, q, k, inplace=True, scratch=batch.scratch)
+        else:  # query and key heads lie side by side: together they are one tensor
+            self.rotary(batch.positions, qk, inplace=True, scratch=batch.scratch)
+            q, k = qk.split((num_heads, num_kv_heads), dim=1)
         out: torch.Tensor = self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
         return out
 
@@ -129,7 +144,13 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, mesh=place.mesh, dtype=dtype, device=device
         )
-        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len=place.max_model_len, device=device)
+        rotary = RotaryEmbedding(
+            config.rope,
+            config.head_dim,
+            max_model_len=place.max_model_len,
+            device=device,
+            tables=place.rotary_tables,
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, place, SelfAttention(config, place, i, spec, rotary), make_mlp(i))
             for i, spec in enumerate(kv_specs)

@@ -69,4 +69,6 @@ class ParallelLMHead(VocabParallelEmbedding):
     def prepare(self) -> None:
         """Lay the weight out for the linear kernel. A tied weight is kept as it is for the embedding too."""
         source = self._tied[0].weight if self._tied else self.weight
-        self.weight = nn.Parameter(prepare_weight(source.data), requires_grad=False)
+        prepared = prepare_weight(source.data)
+        assert isinstance(prepared, torch.Tensor)
+        self.weight = nn.Parameter(prepared, requires_grad=False)

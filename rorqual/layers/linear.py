@@ -1,95 +1,112 @@
 """Linear layers: replicated, or split over the ranks of a mesh by output or input features.
 
 A layer may merge several of the checkpoint's matrices into one product (q, k and v; gate and up). The out_features of a
-split layer are the whole model's; each rank holds and computes its part.
+split layer are the whole model's; each rank holds and computes its part. Weights are plain, or quantised in the format
+that the layer is given; either way the product follows from the weight itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from rorqual.distributed.mesh import Mesh
-from rorqual.loader.layer import Layer, WantedTensor, sibling, weight_parameter
-from rorqual.ops.linear import linear, prepare_weight
+from rorqual.layers.stacked_weight import Part, StackedWeight
+from rorqual.loader.layer import WantedTensor, sibling, weight_parameter
+from rorqual.loader.quantization_config import LinearFormat
+from rorqual.ops.linear import linear
+from rorqual.quantization import QTensor
 
 
-class _Part(NamedTuple):
-    """One checkpoint matrix inside a merged weight."""
-
-    name: str | None
-    """Name of the checkpoint's module beside this layer; None if the layer stands for it alone."""
-    out_features: int
-    """Rows in the checkpoint."""
-    rows: slice
-    """The rows of the checkpoint's matrix that this rank keeps."""
-
-
-class _Linear(Layer):
+class _Linear(StackedWeight):
     """y = x W^T + b with a weight stacked from parts, each cut by rows, and all cut by columns."""
 
     def __init__(
         self,
         in_features: int,
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         *,
         columns: slice | None = None,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self._parts = tuple(parts)
-        self._columns = columns or slice(0, in_features)
-        num_rows = sum(part.rows.stop - part.rows.start for part in parts)
-        self.weight = weight_parameter(num_rows, self._columns.stop - self._columns.start, dtype=dtype, device=device)
-        self.bias = weight_parameter(num_rows, dtype=dtype, device=device) if bias else None
+        super().__init__(
+            in_features,
+            parts,
+            columns=columns,
+            format=quantization.weight if quantization else None,
+            dtype=dtype,
+            device=device,
+        )
+        self.bias = weight_parameter(self.num_rows, dtype=dtype, device=device) if bias else None
+        self._options: dict[str, Any] = {}
+        if quantization is not None and quantization.activation is not None:
+            self._options["activation"] = quantization.activation
+        if out_dtype is not None:
+            self._options["out_dtype"] = out_dtype
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, in_features of this rank] -> [num_tokens, out_features of this rank]."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor | QTensor) -> torch.Tensor:
+        """x [..., in_features of this rank] -> [..., out_features of this rank], rows 32-byte aligned."""
+        return linear(x, self.operand, self.bias, **self._options)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """Weight, and bias if there is one, of every part."""
-        start = 0
-        for part in self._parts:
-            name = prefix if part.name is None else sibling(prefix, part.name)
-            stop = start + part.rows.stop - part.rows.start
-            yield self._wanted_weight(f"{name}.weight", part, slice(start, stop))
-            if self.bias is not None:
-                yield self._wanted_bias(f"{name}.bias", part, self.bias, slice(start, stop))
-            start = stop
+        """Weight with its scales, and bias if there is one, of every part."""
+        names = [prefix if part.name is None else sibling(prefix, part.name) for part in self._parts]
+        yield from self.wanted_parts(names)
+        if self.bias is not None:
+            for name, part, into in zip(names, self._parts, self._into, strict=True):
+                yield WantedTensor(f"{name}.bias", (part.out_features,), _copy_rows(self.bias[into], part.rows))
 
-    def _wanted_weight(self, name: str, part: _Part, into: slice) -> WantedTensor:
-        def copy(whole: torch.Tensor) -> None:
-            self.weight[into].copy_(whole[part.rows, self._columns])
 
-        return WantedTensor(name, (part.out_features, self.in_features), copy)
+def _copy_rows(target: torch.Tensor, rows: slice) -> Callable[[torch.Tensor], None]:
+    def copy(whole: torch.Tensor) -> None:
+        target.copy_(whole[rows])
 
-    def _wanted_bias(self, name: str, part: _Part, bias: nn.Parameter, into: slice) -> WantedTensor:
-        def copy(whole: torch.Tensor) -> None:
-            bias[into].copy_(whole[part.rows])
-
-        return WantedTensor(name, (part.out_features,), copy)
-
-    def prepare(self) -> None:
-        """Lay the weight out for the linear kernel."""
-        self.weight = nn.Parameter(prepare_weight(self.weight.data), requires_grad=False)
+    return copy
 
 
 class ReplicatedLinear(_Linear):
-    """Every rank holds the whole weight."""
+    """Every rank holds the whole weight.
+
+    Args:
+        in_features, out_features: the checkpoint's.
+        bias: whether there is one; it works beside every kind of weight.
+        dtype: of the bias and a plain weight.
+        quantization: the formats of a quantised layer; None for a plain weight.
+        out_dtype: the outputs' dtype, e.g. float32 for logits. Default: that of x, bfloat16 for an x that is a QTensor.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: LinearFormat | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features, [_Part(None, out_features, slice(0, out_features))], bias=bias, dtype=dtype, device=device
+            in_features,
+            [Part(None, out_features, slice(0, out_features))],
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            out_dtype=out_dtype,
         )
+
+    def forward(self, x: torch.Tensor | QTensor, out_acc: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]; added to out_acc in place, if given, as the op `linear` says."""
+        if out_acc is None:
+            return linear(x, self.operand, self.bias, **self._options)
+        return linear(x, self.operand, self.bias, out_acc=out_acc, **self._options)
 
 
 class ColumnParallelLinear(_Linear):
@@ -107,9 +124,10 @@ class ColumnParallelLinear(_Linear):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
-        cut = [_Part(name, size, mesh.shard(size, what=f"{name}'s out_features")) for name, size in parts.items()]
-        super().__init__(in_features, cut, bias=bias, dtype=dtype, device=device)
+        cut = [Part(name, size, mesh.shard(size, what=f"{name}'s out_features")) for name, size in parts.items()]
+        super().__init__(in_features, cut, bias=bias, dtype=dtype, device=device, quantization=quantization)
 
 
 class QKVParallelLinear(_Linear):
@@ -126,6 +144,7 @@ class QKVParallelLinear(_Linear):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
         self.num_heads, self.num_kv_heads = heads_per_rank(num_heads, num_kv_heads, mesh)
         self.head_dim = head_dim
@@ -134,15 +153,15 @@ class QKVParallelLinear(_Linear):
         q_rows = slice(heads.start * head_dim, heads.stop * head_dim)
         kv_rows = slice(first_kv_head * head_dim, (first_kv_head + self.num_kv_heads) * head_dim)
         parts = [
-            _Part("q_proj", num_heads * head_dim, q_rows),
-            _Part("k_proj", num_kv_heads * head_dim, kv_rows),
-            _Part("v_proj", num_kv_heads * head_dim, kv_rows),
+            Part("q_proj", num_heads * head_dim, q_rows),
+            Part("k_proj", num_kv_heads * head_dim, kv_rows),
+            Part("v_proj", num_kv_heads * head_dim, kv_rows),
         ]
-        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device, quantization=quantization)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QTensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> [num_tokens, num_heads + 2 * num_kv_heads, head_dim], q then k then v."""
-        return super().forward(x).view(x.shape[0], -1, self.head_dim)
+        return super().forward(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 class RowParallelLinear(_Linear):
@@ -157,21 +176,23 @@ class RowParallelLinear(_Linear):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
-        self.mesh = mesh
         super().__init__(
             in_features,
-            [_Part(None, out_features, slice(0, out_features))],
+            [Part(None, out_features, slice(0, out_features))],
             columns=mesh.shard(in_features, what="in_features"),
             bias=bias,
             dtype=dtype,
             device=device,
+            quantization=quantization,
         )
+        self.mesh = mesh
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QTensor) -> torch.Tensor:
         """x [num_tokens, in_features / ranks] -> [num_tokens, out_features]; the bias is added once."""
         bias = self.bias if self.mesh.tp_rank == 0 else None
-        return self.mesh.tp_all_reduce(linear(x, self.weight, bias))
+        return self.mesh.tp_all_reduce(linear(x, self.operand, bias, **self._options))
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, mesh: Mesh) -> tuple[int, int]:

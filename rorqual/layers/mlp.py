@@ -7,11 +7,12 @@ from torch import nn
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ColumnParallelLinear, RowParallelLinear
+from rorqual.loader.quantization_config import WeightQuantization
 from rorqual.ops.silu_and_mul import silu_and_mul
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)), gate and up in one product. `prefix` is the block's name in the checkpoint."""
 
     def __init__(
         self,
@@ -22,12 +23,28 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: WeightQuantization | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, mesh=mesh, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden_size,
+            parts,
+            mesh=mesh,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization.of(prefix, *parts) if quantization else None,
+        )
         self.down_proj = RowParallelLinear(
-            intermediate_size, hidden_size, mesh=mesh, bias=bias, dtype=dtype, device=device
+            intermediate_size,
+            hidden_size,
+            mesh=mesh,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization.of(prefix, "down_proj") if quantization else None,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,20 @@ from torch import nn
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ReplicatedLinear
-from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
-from rorqual.ops.linear import prepare_weight
+from rorqual.layers.stacked_weight import Part, StackedWeight
+from rorqual.loader.layer import Layer, WantedTensor
+from rorqual.loader.quantization_config import LinearFormat, WeightQuantization
 from rorqual.ops.moe import Routing, fused_experts, route_softmax
+from rorqual.quantization import QTensor
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts(Layer):
-    """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size."""
+    """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size.
+
+    `quantization` is the formats of all experts; None for plain weights.
+    """
 
     def __init__(
         self,
@@ -26,54 +33,46 @@ class Experts(Layer):
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
         super().__init__()
-        self.mesh, self.hidden_size, self.intermediate_size = mesh, hidden_size, intermediate_size
-        self._rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
-        inter = self._rows.stop - self._rows.start
-        self.gate_up = nn.ParameterList(
-            weight_parameter(2 * inter, hidden_size, dtype=dtype, device=device) for _ in range(num_experts)
-        )
-        self.down = nn.ParameterList(
-            weight_parameter(hidden_size, inter, dtype=dtype, device=device) for _ in range(num_experts)
-        )
-        self._gate_up_list: list[torch.Tensor] = list(self.gate_up)
-        self._down_list: list[torch.Tensor] = list(self.down)
+        self.mesh = mesh
+        rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
+        format = quantization.weight if quantization else None
+        half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
+        self._gate_up = [
+            StackedWeight(hidden_size, [half, half], format=format, dtype=dtype, device=device)
+            for _ in range(num_experts)
+        ]
+        self._down = [
+            StackedWeight(intermediate_size, [whole], columns=rows, format=format, dtype=dtype, device=device)
+            for _ in range(num_experts)
+        ]
+        self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
+        self.activation = quantization.activation if quantization else None
+        self._operands: list[list[torch.Tensor | QTensor]] = []
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""
-        return self.mesh.tp_all_reduce(fused_experts(x, self._gate_up_list, self._down_list, routing))
+        if not self._operands:
+            self._operands = [[weight.operand for weight in weights] for weights in (self._gate_up, self._down)]
+        gate_up, down = self._operands
+        return self.mesh.tp_all_reduce(fused_experts(x, gate_up, down, routing, activation=self.activation))
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """gate_proj, up_proj and down_proj of every expert."""
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            for name, target in (("gate_proj", gate), ("up_proj", up)):
-                yield self._wanted_rows(f"{prefix}.{expert}.{name}.weight", target)
-            yield self._wanted_columns(f"{prefix}.{expert}.down_proj.weight", down)
-
-    def _wanted_rows(self, name: str, target: torch.Tensor) -> WantedTensor:
-        def copy(whole: torch.Tensor) -> None:
-            target.copy_(whole[self._rows])
-
-        return WantedTensor(name, (self.intermediate_size, self.hidden_size), copy)
-
-    def _wanted_columns(self, name: str, target: torch.Tensor) -> WantedTensor:
-        def copy(whole: torch.Tensor) -> None:
-            target.copy_(whole[:, self._rows])
-
-        return WantedTensor(name, (self.hidden_size, self.intermediate_size), copy)
+        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+            gate_name, up_name, down_name = (f"{prefix}.{expert}.{name}" for name in _PROJECTIONS)
+            yield from gate_up.wanted_parts([gate_name, up_name])
+            yield from down.wanted_parts([down_name])
 
     def prepare(self) -> None:
-        """Lay every expert's weights out for the linear kernel."""
-        for params, plain in ((self.gate_up, self._gate_up_list), (self.down, self._down_list)):
-            for i, weight in enumerate(params):
-                params[i] = nn.Parameter(prepare_weight(weight.data), requires_grad=False)
-            plain[:] = list(params)
+        """Forget the weights as they were loaded: each lays itself out."""
+        self._operands = []
 
 
 class SparseMoE(nn.Module):
-    """Softmax-routed experts, as in Qwen3-MoE."""
+    """Softmax-routed experts, as in Qwen3-MoE. The router is never quantised; `prefix` is the block's name there."""
 
     def __init__(
         self,
@@ -86,14 +85,30 @@ class SparseMoE(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: WeightQuantization | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
         self.gate = ReplicatedLinear(hidden_size, num_experts, dtype=dtype, device=device)
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, mesh=mesh, dtype=dtype, device=device)
+        self.experts = Experts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            mesh=mesh,
+            dtype=dtype,
+            device=device,
+            quantization=_format_of_experts(quantization, f"{prefix}.experts", num_experts),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
         routing = route_softmax(self.gate(x), top_k=self.top_k, renormalize=self.renormalize)
         out: torch.Tensor = self.experts(x, routing)
         return out
+
+
+def _format_of_experts(quantization: WeightQuantization | None, prefix: str, num_experts: int) -> LinearFormat | None:
+    if quantization is None:
+        return None
+    return quantization.of(prefix, *(f"{expert}.{name}" for expert in range(num_experts) for name in _PROJECTIONS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rorqual.loader.config_reader import ConfigReader
+from rorqual.loader.quantization_config import WeightQuantization
 
 
 def read_decoder_keys(reader: ConfigReader, *, default_head_dim: int | None = None) -> dict[str, Any]:
@@ -16,6 +17,8 @@ def read_decoder_keys(reader: ConfigReader, *, default_head_dim: int | None = No
         raise ValueError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
+    if (quantization := reader.take("quantization_config", dict, None)) is not None:
+        WeightQuantization.from_config(quantization)  # refuses what is not supported; `build_model` reads it again
     reader.ignore("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")  # RopeParameters
     return {
         "vocab_size": reader.take("vocab_size", int),

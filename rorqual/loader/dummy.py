@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rorqual.quantization import QTensor, encode_e2m1, encode_e4m3, pack_e2m1
+
 _POOL_SIZE = 4_194_301
 """Normal values to draw from; prime, so that rows of any length start at different places."""
+
+
+_SPREAD_E4M3, _SPREAD_E2M1 = 64.0, 2.0
+"""Standard deviations of quantised elements before their scale: e4m3 ends at 448, seven of them, e2m1 at 6, three."""
 
 
 class DummyCheckpoint:
@@ -53,12 +60,36 @@ def fill_dummy(tensor: torch.Tensor, name: str, *, seed: int = 0) -> None:
         mean, std = 1.0, 0.1
     else:
         mean, std = 0.0, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 and tensor.numel() else 0.02
-    pool = _pool(tensor.device, seed)
+    for piece, values in _stretches(tensor.view(-1), _pool(tensor.device, seed), name, seed):
+        piece.copy_(values * std + mean)
+
+
+@torch.no_grad()
+def fill_dummy_quantized(weight: QTensor, name: str, *, seed: int = 0) -> None:
+    """Fill a quantised weight in place, as `fill_dummy` does, with codes from a pool and one scale for all blocks.
+
+    The elements use their format's range, and the scale makes their standard deviation 1 / sqrt(columns); a power of
+    two comes nearest to that.
+    """
+    pool, spread = _code_pool(weight.device, seed, weight.format.element)
+    for piece, codes in _stretches(weight.values.view(torch.uint8).view(-1), pool, name, seed):
+        piece.copy_(codes)
+    scale = max(1, weight.shape[-1]) ** -0.5 / spread
+    if weight.format.scale == "ue8m0":
+        weight.scales.fill_(127 + round(math.log2(scale)))  # the byte 127 stands for 1
+    else:
+        weight.scales.copy_(torch.full_like(weight.scales, scale, dtype=torch.float32))
+
+
+def _stretches(
+    flat: torch.Tensor, pool: torch.Tensor, name: str, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of a flat tensor, and the stretch of the pool that fills each, from a place that the name decides."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    at, done, flat = int.from_bytes(digest[:8], "little") % _POOL_SIZE, 0, tensor.view(-1)
+    at, done = int.from_bytes(digest[:8], "little") % len(pool), 0
     while done < flat.numel():
-        size = min(_POOL_SIZE - at, flat.numel() - done)
-        flat[done : done + size] = pool[at : at + size] * std + mean
+        size = min(len(pool) - at, flat.numel() - done)
+        yield flat[done : done + size], pool[at : at + size]
         at, done = 0, done + size
 
 
@@ -66,3 +97,13 @@ def fill_dummy(tensor: torch.Tensor, name: str, *, seed: int = 0) -> None:
 def _pool(device: torch.device, seed: int) -> torch.Tensor:
     """float32 [_POOL_SIZE], drawn on the CPU so that every device gets the same."""
     return torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@lru_cache(maxsize=2)
+def _code_pool(device: torch.device, seed: int, element: str) -> tuple[torch.Tensor, float]:
+    """(uint8 codes of normal values as quantised weights store them, the standard deviation that they stand for)."""
+    pool = _pool(torch.device("cpu"), seed)
+    if element == "e4m3":
+        return encode_e4m3(pool * _SPREAD_E4M3).view(torch.uint8).to(device), _SPREAD_E4M3
+    codes = pack_e2m1(encode_e2m1(pool[:-1] * _SPREAD_E2M1))
+    return codes.view(torch.uint8).to(device), _SPREAD_E2M1

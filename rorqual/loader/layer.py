@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rorqual.quantization import QTensor
+
 
 class WantedTensor(NamedTuple):
     """One checkpoint tensor that a layer needs."""
@@ -17,7 +19,10 @@ class WantedTensor(NamedTuple):
     shape: tuple[int, ...]
     """Its whole shape there, before any sharding."""
     copy: Callable[[torch.Tensor], None]
-    """Copies this rank's part of the whole tensor into the layer."""
+    """Copies this rank's part of the whole tensor into the layer. Raises ValueError or TypeError for values or a dtype
+    that the layer cannot hold."""
+    aliases: tuple[str, ...] = ()
+    """Other full names that checkpoints give it; exactly one of all is there."""
 
 
 class Layer(nn.Module):
@@ -26,6 +31,10 @@ class Layer(nn.Module):
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The checkpoint tensors of this layer; `prefix` is its place in the model ("model.layers.0.mlp.down_proj")."""
         raise NotImplementedError
+
+    def quantized(self) -> Iterator[tuple[str, QTensor]]:
+        """(parameter name, weight) of each quantised weight, over the memory of its parameters, before `prepare`."""
+        return iter(())
 
     def prepare(self) -> None:
         """Lay weights out for the kernels that read them; called once, when all are loaded."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rorqual.loader.checkpoint import Checkpoint
-from rorqual.loader.dummy import fill_dummy
+from rorqual.loader.dummy import fill_dummy, fill_dummy_quantized
 from rorqual.loader.layer import Layer, WantedTensor
 
 _log = logging.getLogger(__name__)
@@ -42,10 +42,11 @@ def load_weights(
 ) -> None:
     """Fill the model from the checkpoint. `on_tensor` is told the number of values in each tensor that is done.
 
-    Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name.
+    Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name;
+    and on the way for a tensor whose dtype or values the layer cannot hold.
     """
-    wanted = wanted_tensors(model)
     names = set(checkpoint.names())
+    wanted = _under_its_name_there(wanted_tensors(model).values(), names)
     _check_names(wanted.keys(), names, tied_tensors)
     for name, tensor in wanted.items():
         if (shape := checkpoint.shape(name)) != tensor.shape:
@@ -55,13 +56,16 @@ def load_weights(
             )
     _warn_untied(checkpoint, names, tied_tensors)
 
-    def copy(tensor: WantedTensor) -> int:
-        loaded = checkpoint.load(tensor.name)
-        tensor.copy(loaded)
+    def copy(name: str, tensor: WantedTensor) -> int:
+        loaded = checkpoint.load(name)
+        try:
+            tensor.copy(loaded)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
         return loaded.numel()
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for num_values in pool.map(copy, wanted.values()):
+        for num_values in pool.map(copy, wanted.keys(), wanted.values()):
             on_tensor(num_values)
 
 
@@ -69,8 +73,15 @@ def fill_with_dummy_weights(
     model: nn.Module, *, seed: int, on_tensor: Callable[[int], object] = lambda _values: None
 ) -> None:
     """Seeded random weights for every parameter, made where the parameter lives."""
+    quantized: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, weight in module.quantized() if isinstance(module, Layer) else ():
+            fill_dummy_quantized(weight, f"{prefix}.{name}", seed=seed)
+            for filled in (weight.values, weight.scales):
+                quantized.add(filled.data_ptr())
+                on_tensor(filled.numel())
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
+        if not parameter.is_meta and parameter.data_ptr() not in quantized:
             fill_dummy(parameter.data, name, seed=seed)
             on_tensor(parameter.numel())
 
@@ -80,6 +91,11 @@ def prepare_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.prepare()
+
+
+def _under_its_name_there(wanted: Iterable[WantedTensor], names: set[str]) -> dict[str, WantedTensor]:
+    """By the name under which the checkpoint has it: the first of name and aliases, if it has none at all the name."""
+    return {next((n for n in (want.name, *want.aliases) if n in names), want.name): want for want in wanted}
 
 
 def _check_names(wanted: Iterable[str], names: set[str], tied_tensors: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
 def build(config: LlamaConfig, place: Placement) -> CausalLM:
     """The model, its weights allocated and not filled."""
 
-    def make_mlp(_layer: int) -> GatedMLP:
+    def make_mlp(layer: int) -> GatedMLP:
         return GatedMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -66,6 +66,8 @@ def build(config: LlamaConfig, place: Placement) -> CausalLM:
             bias=config.mlp_bias,
             dtype=place.dtype,
             device=place.device,
+            quantization=place.quantization,
+            prefix=f"model.layers.{layer}.mlp",
         )
 
     return CausalLM(config, place, make_mlp)

@@ -45,9 +45,15 @@ def read_config(config: Mapping[str, Any]) -> Qwen3Config:
 def build(config: Qwen3Config, place: Placement) -> CausalLM:
     """The model, its weights allocated and not filled."""
 
-    def make_mlp(_layer: int) -> GatedMLP:
+    def make_mlp(layer: int) -> GatedMLP:
         return GatedMLP(
-            config.hidden_size, config.intermediate_size, mesh=place.mesh, dtype=place.dtype, device=place.device
+            config.hidden_size,
+            config.intermediate_size,
+            mesh=place.mesh,
+            dtype=place.dtype,
+            device=place.device,
+            quantization=place.quantization,
+            prefix=f"model.layers.{layer}.mlp",
         )
 
     return CausalLM(config, place, make_mlp)

@@ -69,7 +69,13 @@ def build(config: Qwen3MoeConfig, place: Placement) -> CausalLM:
     def make_mlp(layer: int) -> nn.Module:
         if layer in config.dense_layers:
             return GatedMLP(
-                config.hidden_size, config.intermediate_size, mesh=place.mesh, dtype=place.dtype, device=place.device
+                config.hidden_size,
+                config.intermediate_size,
+                mesh=place.mesh,
+                dtype=place.dtype,
+                device=place.device,
+                quantization=place.quantization,
+                prefix=f"model.layers.{layer}.mlp",
             )
         return SparseMoE(
             config.hidden_size,
@@ -80,6 +86,8 @@ def build(config: Qwen3MoeConfig, place: Placement) -> CausalLM:
             mesh=place.mesh,
             dtype=place.dtype,
             device=place.device,
+            quantization=place.quantization,
+            prefix=f"model.layers.{layer}.mlp",
         )
 
     return CausalLM(config, place, make_mlp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rorqual.cache.spec import KVSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.config import did_you_mean
 from rorqual.layers.decoder import Placement
+from rorqual.loader.quantization_config import read_weight_quantization
 
 _ALIASES = {"mistral": "llama", "qwen2": "llama"}
 """model_types whose layers are another's; that file tells them apart by the config's model_type."""
@@ -67,7 +69,12 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def build_model(config: Mapping[str, Any], place: Placement) -> Model:
-    """The model with allocated but unfilled weights. Raises ValueError as `read_model_config` does."""
+    """The model with allocated but unfilled weights. Raises ValueError as `read_model_config` does.
+
+    Its linear layers hold what place.quantization says, or else what the config's quantization_config does.
+    """
     module = _module(config)
+    if place.quantization is None:
+        place = dataclasses.replace(place, quantization=read_weight_quantization(config))
     model: Model = module.build(module.read_config(config), place)
     return model

@@ -6,6 +6,7 @@ import torch
 
 from rorqual.batch import Batch
 from rorqual.ops.registry import op
+from rorqual.ops.store_kvcache import by_bytes
 
 
 @op
@@ -24,7 +25,7 @@ def paged_attention(
     query [num_tokens, num_heads, head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim] that already hold
     this batch's keys; block_tables [num_seqs, max_blocks] int32. Query head h reads KV head h // (num_heads /
     num_kv_heads). With a sliding window a query sees the last `sliding_window` keys, itself included. Scores and
-    softmax in float32. Returns query's shape and dtype.
+    softmax in float32, of the numbers that the caches hold in their own dtype. Returns query's shape and dtype.
     """
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[2], key_cache.shape[1]
     outputs = []
@@ -33,8 +34,10 @@ def paged_attention(
         first = 0 if sliding_window is None else max(0, context - len(chunk) - sliding_window + 1) // block_size
         blocks = block_tables[i, first : -(-context // block_size)].long()
         start = first * block_size
-        keys = key_cache[blocks].flatten(0, 1)[: context - start].float()  # [num_keys, num_kv_heads, head_dim]
-        values = value_cache[blocks].flatten(0, 1)[: context - start].float()
+        keys, values = (  # [num_keys, num_kv_heads, head_dim]
+            by_bytes(cache)[blocks].view(cache.dtype).flatten(0, 1)[: context - start].float()
+            for cache in (key_cache, value_cache)
+        )
         keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
         values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
         scores = torch.einsum("qhd,khd->hqk", chunk.float(), keys) * scale

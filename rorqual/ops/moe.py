@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rorqual.ops.linear import linear
 from rorqual.ops.registry import op
 from rorqual.ops.silu_and_mul import silu_and_mul
+from rorqual.quantization import QTensor, QuantFormat
 
 
 class Routing(NamedTuple):
@@ -34,12 +36,18 @@ def route_softmax(router_logits: torch.Tensor, *, top_k: int, renormalize: bool)
 
 @op
 def fused_experts(
-    x: torch.Tensor, gate_up_weights: list[torch.Tensor], down_weights: list[torch.Tensor], routing: Routing
+    x: torch.Tensor,
+    gate_up_weights: Sequence[torch.Tensor | QTensor],
+    down_weights: Sequence[torch.Tensor | QTensor],
+    routing: Routing,
+    *,
+    activation: QuantFormat | None = None,
 ) -> torch.Tensor:
     """sum over a token's experts e of weight_e * down_e(silu_and_mul(gate_up_e(x))).
 
     x [num_tokens, hidden]; gate_up_weights: per expert [2 * inter, hidden]; down_weights: per expert [hidden, inter];
-    either may be prepared weights. Only experts that some token hit are computed. Returns [num_tokens, hidden].
+    either may be quantised or prepared weights. activation: what the input of each product is quantised to beside
+    quantised weights, as in `linear`. Only experts that some token hit are computed. Returns [num_tokens, hidden].
     """
     out = torch.zeros_like(x)
     order = routing.expert_ids.flatten().argsort(stable=True)
@@ -51,8 +59,8 @@ def fused_experts(
         if count == 0:
             continue
         rows = tokens[start : start + count]
-        hidden = silu_and_mul(linear(x.index_select(0, rows), gate_up_weights[expert]))
-        result = linear(hidden, down_weights[expert]) * weights[start : start + count, None]
+        hidden = silu_and_mul(linear(x.index_select(0, rows), gate_up_weights[expert], activation=activation))
+        result = linear(hidden, down_weights[expert], activation=activation) * weights[start : start + count, None]
         out.index_add_(0, rows, result)
         start += count
     return out

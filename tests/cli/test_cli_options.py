@@ -82,6 +82,7 @@ def test_help_has_groups(rorqual):
         (["--kv-cache-memory", "1GiB"], "kv_cache_memory", 2**30),
         (["--hf-overrides", '{"rope_theta": 5}'], "hf_overrides", {"rope_theta": 5}),
         (["--dtype", "float32"], "dtype", "float32"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype", "fp8"),
         (["--seed", "7"], "seed", 7),
     ],
 )

@@ -22,22 +22,10 @@ from rorqual.layers.moe import Experts
 from rorqual.loader.layer import Layer
 from rorqual.loader.weights import wanted_tensors
 from rorqual.ops.moe import route_softmax
+from tests.layers.ranks import in_model, ranks
 
 PLACE = {"dtype": torch.float32, "device": torch.device("cpu")}
 RANKS = [1, 2, 4]
-
-
-@dataclass(frozen=True, slots=True)
-class LoneRank(Mesh):
-    """One rank of several whose sums are left to the test."""
-
-    def tp_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part."""
-        return x
-
-
-def ranks(size: int) -> list[Mesh]:
-    return [LoneRank(rank, size) for rank in range(size)]
 
 
 def tensors_for(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -67,11 +55,6 @@ def on_all_ranks(
     """(one layer per rank, the whole tensors they were loaded from)."""
     tensors = tensors_for(in_model(make(Mesh.single())))
     return [load(in_model(make(mesh)), tensors)[0] for mesh in ranks(size)], tensors
-
-
-def in_model(layer: torch.nn.Module) -> torch.nn.Sequential:
-    """At a place, so that names have a prefix."""
-    return torch.nn.Sequential(layer)
 
 
 def inputs(*shape: int) -> torch.Tensor:

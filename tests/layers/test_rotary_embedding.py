@@ -1,4 +1,7 @@
-"""Rotary embedding against transformers: reading every spelling of the parameters, the frequencies, the rotation."""
+"""Rotary embedding against transformers: reading every spelling of the parameters, the frequencies, the rotation.
+
+What transformers does not have is in test_rotary_contract.py.
+"""
 
 from __future__ import annotations
 
@@ -147,6 +150,11 @@ def test_frequencies_and_attention_factor_equal_transformers(kind, theta):
     assert_same(our_frequencies(config), transformers_frequencies(config, seq_len=TRAINED))
 
 
+def test_longrope_with_a_factor_needs_no_longest_context():
+    config = {"rope_theta": 1e4, "rope_scaling": LONGROPE | {"factor": 4.0}}
+    assert_same(our_frequencies(config), our_frequencies(SHAPE | {"rope_theta": 1e4, "rope_scaling": LONGROPE}))
+
+
 @pytest.mark.parametrize("max_model_len", [63, 64, 65, 256])
 def test_longrope_is_short_up_to_the_trained_length_and_long_beyond(max_model_len):
     config = SHAPE | {"rope_theta": 1e4, "rope_scaling": LONGROPE}
@@ -209,7 +217,7 @@ def test_ro2_rotation_equals_transformers(kind, dtype):
     )
     assert rotary.cos_sin.shape == (4096, HEAD_DIM)
     assert rotary.cos_sin.dtype == torch.float32
-    for ours, theirs in zip((rotary(q, positions), rotary(k, positions)), want, strict=True):
+    for ours, theirs in zip(rotary(positions, q, k), want, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(
             ours, theirs[0].transpose(0, 1).to(dtype), atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 0
@@ -219,12 +227,11 @@ def test_ro2_rotation_equals_transformers(kind, dtype):
 def test_position_zero_keeps_the_vector_and_lengths_never_change():
     rotary = RotaryEmbedding(RopeParameters("default", 1e4), HEAD_DIM, max_model_len=64, device=torch.device("cpu"))
     x = torch.randn(64, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    turned = rotary(x, torch.arange(64))
+    turned = rotary(torch.arange(64), x).query
     torch.testing.assert_close(turned[0], x[0])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    scores = (
-        rotary(x[:1].expand(64, -1, -1), torch.arange(64)) * rotary(x[1:2].expand(64, -1, -1), torch.arange(64))
-    ).sum(-1)
+    pair = rotary(torch.arange(64), *(row.expand(64, -1, -1) for row in (x[:1], x[1:2])))
+    scores = (pair.query * pair.key).sum(-1)
     torch.testing.assert_close(scores, scores[:1].expand_as(scores), atol=1e-4, rtol=0)  # only the distance counts
 
 
@@ -264,6 +271,23 @@ REFUSED = {
     ),
     "theta_as_text": ({"rope_theta": "1e4"}, r"rope_theta must be a number, got '1e4'"),
     "number_for_truth": ({"rope_scaling": YARN | {"truncate": 0}}, r"truncate must be true or false, got 0"),
+    "truth_for_a_number": ({"rope_scaling": YARN | {"mscale": False}}, r"mscale must be a number, got False"),
+    "factor_of_zero": ({"rope_scaling": {"type": "linear", "factor": 0}}, r"factor must be a positive number, got 0"),
+    "infinite_theta": ({"rope_theta": float("inf")}, r"rope_theta must be a positive number, got inf"),
+    "two_rules_for_the_factor": (
+        {"rope_scaling": YARN | {"attention_factor": 1.5, "attn_factor": 2.0}}, r"attention_factor.*attn_factor.*drop",
+    ),
+    "longrope_of_unknown_extension": (
+        {"rope_scaling": LONGROPE, "max_position_embeddings": None},
+        r"'longrope' needs factor, or both max_position_embeddings and .*; got None and 64",
+    ),
+    "longrope_of_unknown_length": (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+         "max_position_embeddings": None}, r"'longrope' needs factor, or both .*; got None and None",
+    ),
+    "longrope_of_a_length_in_words": (
+        {"rope_scaling": LONGROPE, "max_position_embeddings": "long"}, r"max_position_embeddings must be a number",
+    ),
 }  # fmt: skip
 
 

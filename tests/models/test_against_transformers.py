@@ -30,11 +30,13 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(2, VOCAB) for _ in range(count)]
 
 
-def logits_by_chunks(name: str, token_ids: list[int], chunk_size: int) -> torch.Tensor:
+def logits_by_chunks(
+    name: str, token_ids: list[int], chunk_size: int, *, kv_cache_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Logits of every token, computed in chunks through a paged cache whose blocks are scattered."""
     checkpoint = open_checkpoint(checkpoint_folder(name))
     cpu = torch.device("cpu")
-    model = build_model(checkpoint.config, Placement(Mesh.single(), torch.float32, cpu, torch.float32, MAX_LEN))
+    model = build_model(checkpoint.config, Placement(Mesh.single(), torch.float32, cpu, kv_cache_dtype, MAX_LEN))
     load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=1)
     prepare_weights(model)
     groups = group_layers(model.kv_specs)

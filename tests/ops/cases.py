@@ -3,134 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from rorqual.ops.moe import Routing, route_softmax
 from rorqual.ops.sample import row_key
+from tests.ops.gemm_cases import GEMM_CASES
+from tests.ops.kv_cases import LOAD_CASES, RECORD_STORE_CASES, TRANSFORM_CASES
+from tests.ops.linear_cases import LINEAR_CASES, WEIGHT_CASES
+from tests.ops.norm_cases import NORM_CASES
 from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
+from tests.ops.quantize_cases import QUANTIZE_CASES
+from tests.ops.rope_cases import ROPE_CASES
+from tests.ops.values import Call, every_other, normal, rows_apart
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 BF16 = torch.bfloat16
 
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Values around zero, the same each time."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def every_other(x: torch.Tensor) -> torch.Tensor:
-    """The same values behind strides that no dimension's size explains."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan") if x.is_floating_point() else 0, dtype=x.dtype)
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def rows_apart(x: torch.Tensor) -> torch.Tensor:
-    """The same values with a gap after each row, as a slice of a wider output has."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def _norm(*shape: int, residual: bool, dtype: torch.dtype = torch.float32, view=lambda x: x, scale=1.0) -> Call:
-    x = [view(normal(*shape, dtype=dtype, seed=i) * scale) for i in range(1 + residual)]
-    return (*x, normal(shape[-1], dtype=dtype, seed=9) * 0.1 + 1), {"eps": 1e-6}
-
-
-def _norm_cases(*, residual: bool) -> dict[str, Callable[[], Call]]:
-    def case(*shape: int, **options: Any) -> Callable[[], Call]:
-        return lambda: _norm(*shape, residual=residual, **options)
-
-    return {
-        "none": case(0, 16),
-        "one": case(1, 16),
-        "odd": case(7, 13),
-        "long": case(3, 2049),
-        "heads": case(5, 3, 8),
-        "heads_of_a_merged_product": case(5, 3, 8, view=rows_apart),
-        "strided": case(4, 12, view=every_other),
-        "transposed": case(6, 5, view=lambda x: x.t().contiguous().t()),
-        "bfloat16": case(7, 64, dtype=BF16),
-        "bfloat16_strided": case(4, 12, dtype=BF16, view=every_other),
-        "bfloat16_none": case(0, 16, dtype=BF16),
-        "bfloat16_odd": case(5, 77, dtype=BF16),
-        "bfloat16_many": case(200, 576, dtype=BF16),
-        "bfloat16_rows_apart": case(5, 40, dtype=BF16, view=rows_apart),
-        **({} if residual else {"bfloat16_heads": case(5, 3, 40, dtype=BF16, view=rows_apart)}),
-        "tiny_values": case(2, 16, scale=1e-5),  # eps decides
-        "huge_values": case(2, 16, scale=1e15),
-        "zeros": case(2, 16, scale=0.0),
-    }
-
-
-def _linear(
-    rows: int, columns: int, features: int, *, bias: bool = False, dtype: torch.dtype = BF16, view=lambda x: x
-) -> Call:
-    x, weight = view(normal(rows, columns, dtype=dtype)), normal(features, columns, dtype=dtype, seed=1)
-    return (x, weight, normal(features, dtype=dtype, seed=2)) if bias else (x, weight), {}
-
-
-_LINEAR: dict[str, Callable[[], Call]] = {
-    "none": lambda: _linear(0, 16, 24),
-    "one": lambda: _linear(1, 16, 24),
-    "odd": lambda: _linear(7, 13, 11),
-    "odd_bias": lambda: _linear(7, 13, 11, bias=True),
-    "many_rows": lambda: _linear(700, 24, 40),
-    "wide": lambda: _linear(2, 1000, 3),
-    "strided": lambda: _linear(5, 12, 8, view=every_other),
-    "rows_apart": lambda: _linear(5, 12, 8, bias=True, view=rows_apart),
-    "transposed": lambda: _linear(6, 10, 8, view=lambda x: x.t().contiguous().t()),
-    "float32": lambda: _linear(3, 16, 24, dtype=torch.float32),
-    "float32_bias": lambda: _linear(3, 16, 24, bias=True, dtype=torch.float32),
-    "native_none": lambda: _linear(0, 64, 48),
-    "native_one": lambda: _linear(1, 64, 48),
-    "native_one_block": lambda: _linear(3, 32, 16, bias=True),
-    "native_seven": lambda: _linear(7, 96, 80, bias=True),
-    "native_sixteen": lambda: _linear(16, 96, 80),
-    "native_seventeen": lambda: _linear(17, 64, 48, bias=True),
-    "native_forty": lambda: _linear(40, 64, 112),
-    "native_many": lambda: _linear(700, 1056, 48),
-    "native_wider_than_a_panel": lambda: _linear(90, 16992, 32),
-    "native_strided": lambda: _linear(5, 64, 32, view=every_other),
-    "native_rows_apart": lambda: _linear(37, 64, 32, bias=True, view=rows_apart),
-}
-
-_WEIGHTS: dict[str, Callable[[], Call]] = {
-    "even": lambda: ((normal(24, 16, dtype=BF16),), {}),
-    "odd": lambda: ((normal(11, 13, dtype=BF16),), {}),
-    "one_row": lambda: ((normal(1, 40, dtype=BF16),), {}),
-    "slice_of_columns": lambda: ((normal(8, 20, dtype=BF16)[:, 5:15],), {}),
-    "float32": lambda: ((normal(24, 16),), {}),
-    "native_one_block": lambda: ((normal(16, 32, dtype=BF16),), {}),
-    "native_blocks": lambda: ((normal(48, 96, dtype=BF16),), {}),
-    "native_slice_of_columns": lambda: ((normal(32, 100, dtype=BF16)[:, 3:67],), {}),
-}
-
-
-def _rope(tokens: int, heads: int, head_dim: int, width: int, *, dtype=torch.float32, view=lambda x: x) -> Call:
-    angles = torch.outer(torch.arange(50.0), 1e4 ** -(torch.arange(width // 2) * 2 / width))
-    positions = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(3))
-    x = view(normal(tokens, heads, head_dim, dtype=dtype))
-    return (x, positions, torch.cat((angles.cos(), angles.sin()), -1)), {}
-
-
-_ROPE: dict[str, Callable[[], Call]] = {
-    "none": lambda: _rope(0, 2, 8, 8),
-    "one": lambda: _rope(1, 1, 8, 8),
-    "several": lambda: _rope(9, 3, 16, 16),
-    "part_of_the_head": lambda: _rope(9, 3, 16, 6),
-    "bfloat16": lambda: _rope(9, 3, 16, 16, dtype=BF16),
-    "part_of_the_head_bfloat16": lambda: _rope(9, 3, 16, 6, dtype=BF16),
-    "none_bfloat16": lambda: _rope(0, 3, 64, 64, dtype=BF16),
-    "wide_bfloat16": lambda: _rope(70, 12, 64, 64, dtype=BF16),
-    "half_of_the_head_bfloat16": lambda: _rope(9, 3, 80, 40, dtype=BF16),
-    "heads_of_a_merged_product_bfloat16": lambda: _rope(9, 5, 96, 96, dtype=BF16, view=lambda x: x[:, 1:4]),
-    "strided_bfloat16": lambda: _rope(9, 3, 32, 32, dtype=BF16, view=every_other),
-    "heads_of_a_merged_product": lambda: _rope(9, 5, 16, 16, view=lambda x: x[:, 1:4]),
-    "strided": lambda: _rope(9, 3, 16, 16, view=every_other),
-}
 
 _GATE: dict[str, Callable[[], Call]] = {
     "none": lambda: ((normal(0, 8),), {}),
@@ -143,6 +31,10 @@ _GATE: dict[str, Callable[[], Call]] = {
     "bfloat16_large_values": lambda: ((normal(4, 64, dtype=BF16) * 200,), {}),
     "strided": lambda: ((every_other(normal(7, 26)),), {}),
     "large_values": lambda: ((normal(4, 8) * 200,), {}),
+    "float16": lambda: ((normal(5, 2 * 700, dtype=torch.float16) * 3,), {}),
+    "wider_than_a_tile_bfloat16": lambda: ((normal(3, 2 * 2500, dtype=BF16),), {}),
+    "batched": lambda: ((normal(2, 3, 64, dtype=torch.float16).transpose(0, 1),), {}),
+    "rows_apart_bfloat16": lambda: ((rows_apart(normal(7, 48, dtype=BF16)),), {}),
 }
 
 
@@ -281,11 +173,15 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     },
     "store_kvcache": STORE_CASES,
     "allocate_kvcache": ALLOCATE_CASES,
-    "rms_norm": _norm_cases(residual=False),
-    "add_rms_norm": _norm_cases(residual=True),
-    "linear": _LINEAR,
-    "prepare_weight": _WEIGHTS,
-    "rotary_embedding": _ROPE,
+    "transform_kv": TRANSFORM_CASES,
+    "transform_and_store_kv": RECORD_STORE_CASES,
+    "load_kv": LOAD_CASES,
+    "rms_norm": NORM_CASES,
+    "linear": LINEAR_CASES | GEMM_CASES,
+    "prepare_weight": WEIGHT_CASES,
+    "unpack_weight": WEIGHT_CASES,
+    "rotary_embedding": ROPE_CASES,
+    "quantize": QUANTIZE_CASES,
     "silu_and_mul": _GATE,
     "route_softmax": _ROUTE,
     "fused_experts": _EXPERTS,

@@ -159,6 +159,14 @@ ATTENTION_CASES: dict[str, Any] = {
     ),
     "layout_of_the_gpu": lambda: attention_case(*_MIXED, layout="tokens"),
     "cache_of_another_dtype": lambda: attention_case(*_MIXED, cache_dtype=torch.bfloat16),
+    "fp8_cache": lambda: attention_case(*_MIXED, cache_dtype=torch.float8_e4m3fn),
+    "fp8_cache_one_token": lambda: attention_case([1], [7], cache_dtype=torch.float8_e4m3fn),
+    "fp8_cache_three_heads_a_group": lambda: attention_case(
+        *_MIXED, heads=9, kv_heads=3, block_size=16, cache_dtype=torch.float8_e4m3fn
+    ),
+    "fp8_cache_bfloat16_window": lambda: attention_case(
+        *_MIXED, window=5, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn
+    ),
     "native_one_token_of_one": lambda: _native([1], [1]),
     "native_mixed": lambda: _native(*_MIXED),
     "native_mixed_one_head_a_group": lambda: _native(*_MIXED, kv_heads=6),
@@ -213,6 +221,13 @@ STORE_CASES: dict[str, Any] = {
     "scattered_bfloat16": lambda: (store_case(_SLOTS, dtype=torch.bfloat16), {}),
     "layout_of_the_gpu": lambda: (store_case(_SLOTS, layout="tokens"), {}),
     "cache_of_another_dtype": lambda: (store_case(_SLOTS, cache_dtype=torch.bfloat16, strided=True), {}),
+    "fp8_cache": lambda: (store_case(_SLOTS, cache_dtype=torch.float8_e4m3fn, strided=True), {}),
+    "fp8_cache_bfloat16": lambda: (
+        store_case([-1, 7, 0, 12], dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, layout="tokens"),
+        {},
+    ),
+    "float16_cache": lambda: (store_case(_SLOTS, cache_dtype=torch.float16), {}),
+    "odd_heads_layout_of_the_gpu": lambda: (store_case(_SLOTS, heads=5, head_dim=7, layout="tokens"), {}),
     "padded": lambda: (store_case([-1, 7, -1, 0, 19, -1]), {}),
     "only_padding": lambda: (store_case([-1, -1]), {}),
     "native_none": lambda: (_native_store([]), {}),
@@ -226,6 +241,7 @@ ALLOCATE_CASES: dict[str, Any] = {
     for name, shape, dtype in (
         ("small", (3, 4, 2, 8), torch.float32),
         ("small_bfloat16", (3, 4, 2, 8), torch.bfloat16),
+        ("small_fp8", (3, 4, 2, 8), torch.float8_e4m3fn),
         ("native_small", (3, 16, 2, 32), torch.bfloat16),
         ("native_wide", (3, 32, 1, 256), torch.bfloat16),
     )

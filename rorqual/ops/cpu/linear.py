@@ -1,40 +1,128 @@
-"""bfloat16 matrix products on CPU with weights in oneDNN's blocked layout: about half of F.linear's time at one row."""
+"""bfloat16 matrix products on CPU: plain weights in oneDNN's blocked layout, quantised ones decoded panel by panel.
+
+oneDNN's layout takes about half of F.linear's time at one row.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from rorqual.ops.linear import linear, prepare_weight
+from rorqual.ops._decodable import refuse_decoding
+from rorqual.ops.cpu._quantized_panels import PanelWeight, panel_linear
+from rorqual.ops.linear import (
+    aligned_copy,
+    allocate_output,
+    flatten_output,
+    flatten_rows,
+    linear,
+    prepare_weight,
+    unpack_weight,
+)
 from rorqual.platform import native_bfloat16
+from rorqual.quantization import QTensor, QuantFormat
 
 # oneDNN lays a weight out for a number of rows; the layout for a few hundred was as fast for a single row as its own.
 _ROWS = 512
+_BF16 = torch.bfloat16
+_PER_GRANULE = 16
+"""bfloat16 values in 32 bytes."""
 
 
-def _refuse_prepare(weight: torch.Tensor) -> str | None:
+def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
     if weight.device.type != "cpu":
         return f"needs a CPU tensor, got one on {weight.device.type}"
-    if weight.dtype != torch.bfloat16:
+    if isinstance(weight, torch.Tensor) and weight.dtype != _BF16:
         return f"packs bfloat16 weights, got {weight.dtype}"
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not available or not native_bfloat16(weight.device):
         return "this processor or torch build has no bfloat16 matrix instructions"
-    return None
+    return refuse_decoding(weight) if isinstance(weight, QTensor) else None
 
 
 @prepare_weight.impl("cpu", refuse=_refuse_prepare)
-def prepare_weight_cpu(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque oneDNN tensor of the same shape."""
+def prepare_weight_cpu(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+    """An opaque oneDNN tensor of the same shape; a quantised weight over the same memory, found fit for panels."""
+    if isinstance(weight, QTensor):
+        return PanelWeight(weight.values, weight.row_scales(), weight.format)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     return packed
 
 
-def _refuse(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    return None if weight.is_mkldnn else "the weight is not packed"
+def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
+    if isinstance(weight, PanelWeight) or (isinstance(weight, torch.Tensor) and weight.is_mkldnn):
+        return None
+    return "the weight is not packed by it"
+
+
+@unpack_weight.impl("cpu", refuse=_refuse_unpack)
+def unpack_weight_cpu(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+    """The matrix again, as a copy; a quantised weight without one."""
+    if isinstance(weight, QTensor):
+        return QTensor(weight.values, weight.scales, weight.format)
+    return weight.to_dense()
+
+
+def _refuse(
+    x: torch.Tensor | QTensor,
+    weight: torch.Tensor | QTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: QuantFormat | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_acc: torch.Tensor | None = None,
+) -> str | None:
+    if isinstance(weight, QTensor):
+        return _refuse_quantized(x, weight, bias, activation, out_dtype, out_acc)
+    if not weight.is_mkldnn:
+        return "the weight is not packed"
+    if isinstance(x, QTensor) or x.dtype is not _BF16:
+        return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
+    if out_acc is not None or activation is not None or (out_dtype is not None and out_dtype is not _BF16):
+        return "makes new bfloat16 outputs of unquantised operands only"
+    return None
+
+
+def _refuse_quantized(
+    x: torch.Tensor | QTensor,
+    weight: QTensor,
+    bias: torch.Tensor | None,
+    activation: QuantFormat | None,
+    out_dtype: torch.dtype | None,
+    out_acc: torch.Tensor | None,
+) -> str | None:
+    if not isinstance(weight, PanelWeight):
+        return "the weight is not packed"
+    if isinstance(x, torch.Tensor) and x.dtype != _BF16:
+        return f"needs bfloat16 or quantised activations, got {x.dtype}"
+    if x.shape[-1] != weight.shape[1] or (isinstance(x, QTensor) and activation not in (None, x.format)):
+        return "x does not fit the weight or the activation format"
+    if out_acc is not None or out_dtype not in (None, _BF16):
+        return "makes new bfloat16 outputs only"
+    if bias is not None and (bias.dtype != _BF16 or bias.shape[0] != weight.shape[0]):
+        return f"needs a bfloat16 bias for {weight.shape[0]} features, got {bias.dtype} {list(bias.shape)}"
+    return None
 
 
 @linear.impl("cpu", refuse=_refuse)
-def linear_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """One oneDNN call."""
+def linear_cpu(
+    x: torch.Tensor | QTensor,
+    weight: torch.Tensor | QTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: QuantFormat | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_acc: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One oneDNN call, whose own output is copied where its rows are not a multiple of 32 bytes apart.
+
+    With a quantised weight a product per panel; float32 scales, of the weight or of x, round it to bfloat16.
+    """
+    if isinstance(weight, PanelWeight):
+        made = allocate_output((*x.shape[:-1], weight.shape[0]), _BF16, x.device)
+        rows = flatten_rows(x) if isinstance(x, torch.Tensor) else flatten_rows(x.dequantize(_BF16))
+        panel_linear(rows, weight, bias, activation if isinstance(x, torch.Tensor) else None, flatten_output(made))
+        return made
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return aligned_copy(out) if out.shape[-1] % _PER_GRANULE else out

@@ -1,39 +1,33 @@
-"""RMSNorm on CPU.
-
-torch's rms_norm is a chain of eight kernels here, its layer_norm is one. The layer norm of (x, -x) has mean 0 and
-variance mean(x^2), so its first half is the RMS norm of x: three kernels, half the time for few rows.
-"""
+"""RMSNorm on CPU through torch's own rms_norm, alone and behind a residual addition."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from rorqual.ops.rms_norm import add_rms_norm, rms_norm
+from rorqual.ops.rms_norm import DTYPES, NormOutput, more_than_plain, rms_norm
 
 
-def _refuse(x: torch.Tensor, *_args: torch.Tensor, eps: float) -> str | None:
-    return None if x.device.type == "cpu" else f"needs a CPU tensor, got one on {x.device.type}"
-
-
-_FEW_ELEMENTS = 1 << 16
-"""Beyond this the doubled input costs more than the launches that it saves."""
+def _refuse(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, **options: Any
+) -> str | None:
+    if not x.is_cpu:
+        return f"needs a CPU tensor, got one on {x.device.type}"
+    if weight.dtype != x.dtype or x.dtype not in DTYPES:
+        return f"needs floating values and a weight of their dtype, got {x.dtype} and {weight.dtype}"
+    if not 1 <= x.dim() <= 3 or weight.shape != x.shape[-1:]:
+        return f"needs 1 to 3 dimensions and a weight per value, got {tuple(x.shape)} and {tuple(weight.shape)}"
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return f"needs a residual as x, got {tuple(residual.shape)} of {residual.dtype}"
+    return more_than_plain(**options) if options else None
 
 
 @rms_norm.impl("cpu", refuse=_refuse)
-def rms_norm_cpu(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """Multiplies by the weight before it rounds, so bfloat16 may differ from the reference by one step."""
-    size = x.shape[-1]
-    if 0 < x.numel() < _FEW_ELEMENTS:
-        doubled = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), torch.cat((weight, weight)), None, eps)
-        return doubled[..., :size]
-    return F.rms_norm(x, (size,), weight, eps)
-
-
-@add_rms_norm.impl("cpu", refuse=_refuse)
-def add_rms_norm_cpu(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum, then its norm."""
-    total = x + residual
-    return rms_norm_cpu(total, weight, eps=eps), total
+def rms_norm_cpu(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, **_: Any
+) -> NormOutput:
+    """See the reference."""
+    total = None if residual is None else x + residual
+    return NormOutput(F.rms_norm(x if total is None else total, weight.shape, weight, eps), total)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rorqual.batch import once
-from rorqual.ops.store_kvcache import KVCache, allocate_kvcache, store_kvcache
+from rorqual.ops.store_kvcache import KVCache, allocate_kvcache, as_cached, by_bytes, store_kvcache
 
 
 class _Rows(NamedTuple):
@@ -58,7 +58,8 @@ def store_kvcache_cpu(
     rows = once(scratch, name, lambda: _rows(slot_mapping, block_size, num_heads))
     for new, cache in ((key, key_cache), (value, value_cache)):
         kept = new if rows.source is None else new[rows.source]
-        cache.transpose(1, 2).view(-1, head_dim).index_copy_(0, rows.target, kept.reshape(-1, head_dim).to(cache.dtype))
+        written = by_bytes(as_cached(kept.reshape(-1, head_dim), cache.dtype))
+        by_bytes(cache).transpose(1, 2).view(-1, head_dim).index_copy_(0, rows.target, written)
 
 
 def _rows(slot_mapping: torch.Tensor, block_size: int, num_heads: int) -> _Rows:

@@ -36,9 +36,11 @@ _ISAS: dict[str, set[str]] = {
 
 _SIGNATURES: dict[str, list[type]] = {
     "linear": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *[c_int64] * 4, c_int],
+    "linear_quantized": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 5, *[c_int] * 3],
+    "round_to_e4m3": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_int, c_int],
     "rms_norm": [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int],
     "silu_and_mul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int],
-    "rope": [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_int],
+    "rope": [*[c_void_p, c_void_p, *[c_int64] * 3] * 2, c_void_p, c_void_p, *[c_int64] * 5, c_int, c_int],
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
     "attention": [c_void_p, c_int64, c_int64, *[c_void_p] * 5, *[c_int64] * 6, c_float, c_int64, c_void_p, c_int],
 }
@@ -49,9 +51,16 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
-        self.linear, self.rms_norm, self.silu_and_mul, self.rope, self.store_kvcache, self.attention = (
-            self._function(library, name, signature) for name, signature in _SIGNATURES.items()
-        )
+        (
+            self.linear,
+            self.linear_quantized,
+            self.round_to_e4m3,
+            self.rms_norm,
+            self.silu_and_mul,
+            self.rope,
+            self.store_kvcache,
+            self.attention,
+        ) = (self._function(library, name, signature) for name, signature in _SIGNATURES.items())
 
     def _function(self, library: ctypes.CDLL, name: str, signature: list[type]) -> Callable[..., int]:
         function = library[f"rorqual_{name}_{self.isa}"]

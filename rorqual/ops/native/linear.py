@@ -1,17 +1,33 @@
-"""bfloat16 matrix products on CPU: for few rows at the speed of memory, for many with what the processor has."""
+"""bfloat16 matrix products on CPU: for few rows at the speed of memory, for many with what the processor has.
+
+Weights are bfloat16, or quantised and kept so: see `_quantized_linear`.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from rorqual.ops.linear import linear, prepare_weight
+from rorqual.ops.linear import flatten_rows, linear, prepare_weight, unpack_weight
+from rorqual.ops.native._quantized_linear import (
+    PairedWeight,
+    multiply_quantized,
+    pair,
+    refuse_pairs,
+    refuse_quantized,
+    unpair,
+)
 from rorqual.ops.native.library import kernels, missing
+from rorqual.quantization import QTensor, QuantFormat
+
+_BF16 = torch.bfloat16
 
 
-def _refuse_prepare(weight: torch.Tensor) -> str | None:
+def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
+    if isinstance(weight, QTensor):
+        return refuse_pairs(weight)
     if weight.device.type != "cpu":
         return f"needs a CPU tensor, got one on {weight.device.type}"
-    if weight.dtype != torch.bfloat16:
+    if weight.dtype != _BF16:
         return f"packs bfloat16 weights, got {weight.dtype}"
     if weight.shape[0] % 16 or weight.shape[1] % 32 or weight.numel() == 0:
         return f"needs multiples of 16 output and 32 input features, got {list(weight.shape)}"
@@ -19,30 +35,78 @@ def _refuse_prepare(weight: torch.Tensor) -> str | None:
 
 
 @prepare_weight.impl("native", refuse=_refuse_prepare)
-def prepare_weight_native(weight: torch.Tensor) -> torch.Tensor:
+def prepare_weight_native(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
     """[out_features / 16, in_features / 2, 16, 2]: pairs of input features of sixteen output features side by side."""
+    if isinstance(weight, QTensor):
+        return pair(weight)
     out_features, in_features = weight.shape
     return weight.view(out_features // 16, 16, in_features // 2, 2).transpose(1, 2).contiguous()
 
 
-def _refuse(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
+    if isinstance(weight, QTensor):
+        return None if isinstance(weight, PairedWeight) else "the weight is not laid out by it"
+    return "the weight is not laid out by it" if weight.is_mkldnn or weight.dim() != 4 else None
+
+
+@unpack_weight.impl("native", refuse=_refuse_unpack)
+def unpack_weight_native(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+    """The matrix again, as a copy."""
+    if isinstance(weight, PairedWeight):
+        return unpair(weight)
+    assert isinstance(weight, torch.Tensor)
+    return weight.transpose(1, 2).reshape(weight.shape[0] * 16, weight.shape[1] * 2)
+
+
+def _refuse(
+    x: torch.Tensor | QTensor,
+    weight: torch.Tensor | QTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: QuantFormat | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_acc: torch.Tensor | None = None,
+) -> str | None:
+    if isinstance(weight, QTensor):
+        return refuse_quantized(x, weight, bias, activation, out_dtype, out_acc)
     if weight.is_mkldnn or weight.dim() != 4:
         return "the weight is not laid out for it"
-    if x.dtype != torch.bfloat16:
-        return f"needs bfloat16 activations, got {x.dtype}"
+    if isinstance(x, QTensor) or x.dtype is not _BF16:
+        return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
+    if x.shape[-1] != 2 * weight.shape[1]:
+        return f"the weight takes {2 * weight.shape[1]} features, got {x.shape[-1]}"
+    if out_acc is not None or activation is not None or (out_dtype is not None and out_dtype is not _BF16):
+        return "makes new bfloat16 outputs of unquantised operands only"
+    if bias is not None and (bias.dtype is not _BF16 or bias.shape[0] != 16 * weight.shape[0]):
+        return f"needs a bfloat16 bias for {16 * weight.shape[0]} features, got {bias.dtype} {list(bias.shape)}"
     return missing()
 
 
 @linear.impl("native", refuse=_refuse)
-def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_native(
+    x: torch.Tensor | QTensor,
+    weight: torch.Tensor | QTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: QuantFormat | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_acc: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Accumulates in float32, for every row in the same order however many rows there are."""
     found = kernels()
     assert found is not None
+    if isinstance(weight, PairedWeight):
+        return multiply_quantized(found, x, weight, bias, activation)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
+    outer = x.shape[:-1]
+    if len(outer) != 1:
+        x = flatten_rows(x)
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, in_features = x.shape
-    out_features = weight.shape[0] * 16
-    out = torch.empty(rows, out_features, dtype=torch.bfloat16)
+    out_features = weight.shape[0] * 16  # so that rows are a multiple of 32 bytes apart
+    out = torch.empty(rows, out_features, dtype=_BF16)
     found.linear(
         x.data_ptr(),
         x.stride(0),
@@ -55,4 +119,4 @@ def linear_native(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         in_features,
         torch.get_num_threads(),
     )
-    return out
+    return out if len(outer) == 1 else out.view(*outer, out_features)

@@ -44,9 +44,8 @@ static void rms_norm_rows(const void *arg, int thread, int num_threads) {
         }
         const float scale = 1.0f / __builtin_sqrtf(sum16(squares) / (float)a->size + a->eps);
         for (int64_t i = 0; i < whole; i += 16)
-            store_bf16(out + i, through_bf16(load_bf16(x + i) * scale) * load_bf16(a->weight + i));
-        if (rest)
-            store_some(out + whole, through_bf16(load_some(x + whole, rest) * scale) * load_some(a->weight + whole, rest), rest);
+            store_bf16(out + i, load_bf16(x + i) * scale * load_bf16(a->weight + i));
+        if (rest) store_some(out + whole, load_some(x + whole, rest) * scale * load_some(a->weight + whole, rest), rest);
     }
 }
 
@@ -90,38 +89,86 @@ void ISA(silu_and_mul)(const bf16 *gate_up, int64_t stride, bf16 *out, int64_t r
 
 typedef struct {
     const bf16 *x;
-    const int64_t *positions;
+    bf16 *out;  // x itself, or heads without gaps
+    int64_t heads, token_stride, head_stride;
+} rope_heads_t;
+
+typedef struct {
+    rope_heads_t tensors[2];  // query and key
+    const void *positions;
     const float *cos_sin;
-    bf16 *out;
-    int64_t tokens, heads, head_dim, width, token_stride, head_stride;
+    int64_t tokens, width, offset, head_dim;
+    int flags;
 } rope_t;
+
+enum { ROPE_INTERLEAVED = 1, ROPE_CONJUGATE = 2, ROPE_INT32_POSITIONS = 4 };
+
+INLINE int64_t rope_position(const rope_t *a, int64_t token) {
+    return a->flags & ROPE_INT32_POSITIONS ? ((const int32_t *)a->positions)[token] : ((const int64_t *)a->positions)[token];
+}
+
+// The products of each sum stand in the reference's order: the compiler fuses the first with the sum where it can.
+INLINE void rope_halves(const bf16 *x, bf16 *out, const float *cos, const float *sin, int64_t half, float sign) {
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const f32x16 x0 = load_bf16(x + i), x1 = load_bf16(x + half + i), c = load(cos + i), s = load(sin + i) * sign;
+        store_bf16(out + i, x0 * c - x1 * s);
+        store_bf16(out + half + i, x1 * c + x0 * s);
+    }
+    for (; i < half; i++) {
+        const float x0 = widen(x[i]), x1 = widen(x[half + i]), c = cos[i], s = sin[i] * sign;
+        out[i] = narrow(x0 * c - x1 * s);
+        out[half + i] = narrow(x1 * c + x0 * s);
+    }
+}
+
+INLINE void rope_neighbours(const bf16 *x, bf16 *out, const float *cos, const float *sin, int64_t half, float sign) {
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const u32x16 pairs = *(const u32x16_mem *)(x + 2 * i);
+        const f32x16 x0 = (f32x16)(pairs << 16), x1 = (f32x16)(pairs & 0xffff0000u);
+        const f32x16 c = load(cos + i), s = load(sin + i) * sign;
+        *(u32x16_mem *)(out + 2 * i) = pair_bf16(x0 * c - x1 * s, x1 * c + x0 * s);
+    }
+    for (; i < half; i++) {
+        const float x0 = widen(x[2 * i]), x1 = widen(x[2 * i + 1]), c = cos[i], s = sin[i] * sign;
+        out[2 * i] = narrow(x0 * c - x1 * s);
+        out[2 * i + 1] = narrow(x1 * c + x0 * s);
+    }
+}
 
 static void rope_tokens(const void *arg, int thread, int num_threads) {
     const rope_t *a = arg;
-    const int64_t half = a->width / 2;
-    for (int64_t token = a->tokens * thread / num_threads; token < a->tokens * (thread + 1) / num_threads; token++) {
-        const float *cos = a->cos_sin + a->positions[token] * a->width, *sin = cos + half;
-        for (int64_t head = 0; head < a->heads; head++) {
-            const bf16 *x = a->x + token * a->token_stride + head * a->head_stride;
-            bf16 *out = a->out + (token * a->heads + head) * a->head_dim;
-            int64_t i = 0;
-            for (; i + 16 <= half; i += 16) {
-                const f32x16 first = load_bf16(x + i), second = load_bf16(x + half + i);
-                store_bf16(out + i, first * load(cos + i) - second * load(sin + i));
-                store_bf16(out + half + i, second * load(cos + i) + first * load(sin + i));
+    const int64_t half = a->width / 2, end = a->offset + a->width, stop = a->tokens * (thread + 1) / num_threads;
+    const float sign = a->flags & ROPE_CONJUGATE ? -1.0f : 1.0f;
+    for (int64_t token = a->tokens * thread / num_threads; token < stop; token++) {
+        const float *cos = a->cos_sin + rope_position(a, token) * a->width, *sin = cos + half;
+        for (const rope_heads_t *heads = a->tensors; heads < a->tensors + 2; heads++) {
+            for (int64_t head = 0; head < heads->heads; head++) {
+                const bf16 *x = heads->x + token * heads->token_stride + head * heads->head_stride;
+                bf16 *out = heads->out == heads->x ? (bf16 *)x : heads->out + (token * heads->heads + head) * a->head_dim;
+                if (a->flags & ROPE_INTERLEAVED)
+                    rope_neighbours(x + a->offset, out + a->offset, cos, sin, half, sign);
+                else
+                    rope_halves(x + a->offset, out + a->offset, cos, sin, half, sign);
+                if (out == x || a->width == a->head_dim) continue;
+                __builtin_memcpy(out, x, (size_t)a->offset * sizeof *x);
+                __builtin_memcpy(out + end, x + end, (size_t)(a->head_dim - end) * sizeof *x);
             }
-            for (; i < half; i++) {
-                const float first = widen(x[i]), second = widen(x[half + i]);
-                out[i] = narrow(first * cos[i] - second * sin[i]);
-                out[half + i] = narrow(second * cos[i] + first * sin[i]);
-            }
-            for (i = a->width; i < a->head_dim; i++) out[i] = x[i];
         }
     }
 }
 
-void ISA(rope)(const bf16 *x, int64_t token_stride, int64_t head_stride, const int64_t *positions, const float *cos_sin,
-               int64_t width, bf16 *out, int64_t tokens, int64_t heads, int64_t head_dim, int threads) {
-    const rope_t a = {x, positions, cos_sin, out, tokens, heads, head_dim, width, token_stride, head_stride};
+// Returns 1, and does nothing, where a position is no row of the table.
+int ISA(rope)(const bf16 *query, bf16 *query_out, int64_t heads, int64_t query_token_stride, int64_t query_head_stride,
+              const bf16 *key, bf16 *key_out, int64_t kv_heads, int64_t key_token_stride, int64_t key_head_stride,
+              const void *positions, const float *cos_sin, int64_t rows, int64_t width, int64_t offset, int64_t head_dim,
+              int64_t tokens, int flags, int threads) {
+    const rope_t a = {{{query, query_out, heads, query_token_stride, query_head_stride},
+                       {key, key_out, kv_heads, key_token_stride, key_head_stride}},
+                      positions, cos_sin, tokens, width, offset, head_dim, flags};
+    for (int64_t token = 0; token < tokens; token++)
+        if (rope_position(&a, token) < 0 || rope_position(&a, token) >= rows) return 1;
     rorqual_parallel(rope_tokens, &a, threads);
+    return 0;
 }

@@ -12,3 +12,5 @@
 #include "cache.h"
 #include "elementwise.h"
 #include "linear.h"
+
+#include "quantized.h"

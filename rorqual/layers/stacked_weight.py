@@ -1,0 +1,158 @@
+"""A weight stacked from parts of the checkpoint's matrices, plain or quantised: loaded, laid out, given to `linear`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
+from rorqual.ops.linear import prepare_weight
+from rorqual.quantization import QTensor, QuantFormat
+
+SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
+"""What checkpoints call the scales beside "weight". All of them multiply, whatever the first one's name says."""
+
+
+class Part(NamedTuple):
+    """One checkpoint matrix inside a merged weight."""
+
+    name: str | None
+    """Name of the checkpoint's module beside the layer; None if the layer stands for it alone."""
+    out_features: int
+    """Rows in the checkpoint."""
+    rows: slice
+    """The rows of the checkpoint's matrix that this rank keeps."""
+
+
+class StackedWeight(Layer):
+    """A weight [rows of all parts, columns] whose parts lie one below the other, each cut by rows, all by columns.
+
+    With a format it is kept as values (`weight`) and block scales (`weight_scale_inv`), as the checkpoint has them.
+    Where a part does not start or end on an edge of the format's blocks, all blocks of the weight become smaller
+    (`format` says how small) and scales are repeated: nothing is rounded.
+
+    It wants no tensors by itself: the layer that owns it, or is it, knows their names; see `wanted_parts`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[Part],
+        *,
+        columns: slice | None = None,
+        format: QuantFormat | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self._parts = tuple(parts)
+        self._columns = columns or slice(0, in_features)
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + part.rows.stop - part.rows.start)
+        self._into = [slice(*edges) for edges in itertools.pairwise(starts)]
+        self.num_rows, self._stored, self.format = starts[-1], format, format
+        shape = (self.num_rows, self._columns.stop - self._columns.start)
+        if format is None:
+            self.weight = weight_parameter(*shape, dtype=dtype, device=device)
+        else:
+            _check_columns(format, self._columns)
+            rows, width = format.block
+            self.format = format.with_block(
+                math.gcd(rows, *starts[:-1], *(part.rows.start for part in parts)),
+                math.gcd(width, self._columns.start),
+            )
+            values, scales = _empty(self.format, shape, device)
+            self.weight = nn.Parameter(values, requires_grad=False)
+            self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+        self._operand: torch.Tensor | QTensor | None = None
+
+    @property
+    def operand(self) -> torch.Tensor | QTensor:
+        """What `linear` takes as the weight."""
+        return self._loaded() if self._operand is None else self._operand
+
+    def wanted(self, prefix: str) -> Iterator[WantedTensor]:
+        """Nothing; see the class."""
+        return iter(())
+
+    def wanted_parts(self, names: Sequence[str]) -> Iterator[WantedTensor]:
+        """The weight, and the scales if there are any, of every part; `names` are the parts' modules there."""
+        for name, part, into in zip(names, self._parts, self._into, strict=True):
+            if self._stored is None:
+                yield self._wanted_plain(f"{name}.weight", part, into)
+            else:
+                yield from self._wanted_quantized(name, part, into, self._stored)
+
+    def _wanted_plain(self, name: str, part: Part, into: slice) -> WantedTensor:
+        def copy(whole: torch.Tensor) -> None:
+            self.weight[into].copy_(whole[part.rows, self._columns])
+
+        return WantedTensor(name, (part.out_features, self.in_features), copy)
+
+    def _wanted_quantized(self, name: str, part: Part, into: slice, stored: QuantFormat) -> Iterator[WantedTensor]:
+        """Values and scales come one by one, so each is cut beside a stand-in for the other that holds nothing."""
+        assert self.format is not None
+        rows, width = self.format.block
+        values, scales = _empty(stored, (part.out_features, self.in_features), torch.device("meta"))
+
+        def cut(whole: QTensor) -> QTensor:
+            return whole.slice_rows(part.rows).slice_columns(self._columns).reblock(rows, width)
+
+        def copy_values(loaded: torch.Tensor) -> None:
+            kept = cut(QTensor.from_checkpoint(loaded, scales, stored)).values
+            self.weight.view(torch.uint8)[into].copy_(kept.view(torch.uint8))
+
+        def copy_scales(loaded: torch.Tensor) -> None:
+            kept = cut(QTensor.from_checkpoint(values, loaded, stored)).row_scales()
+            first = into.start // rows
+            self.weight_scale_inv[first : first + kept.shape[0]].copy_(kept)
+
+        first, *others = (f"{name}.{scale}" for scale in SCALE_NAMES)
+        yield WantedTensor(f"{name}.weight", tuple(values.shape), copy_values)
+        yield WantedTensor(first, tuple(scales.shape), copy_scales, aliases=tuple(others))
+
+    def quantized(self) -> Iterator[tuple[str, QTensor]]:
+        """The weight, if it is quantised."""
+        loaded = self._loaded()
+        if isinstance(loaded, QTensor):
+            yield "weight", loaded
+
+    def _loaded(self) -> torch.Tensor | QTensor:
+        """The weight as it was loaded."""
+        if self.format is None:
+            return self.weight.data
+        return QTensor(self.weight.data, self.weight_scale_inv.data, self.format)
+
+    def prepare(self) -> None:
+        """Lay the weight out for the linear kernel."""
+        self._operand = prepare_weight(self._loaded())
+        if isinstance(self._operand, QTensor):
+            self.weight = nn.Parameter(self._operand.values, requires_grad=False)
+            self.weight_scale_inv = nn.Parameter(self._operand.scales, requires_grad=False)
+        else:
+            self.weight = nn.Parameter(self._operand, requires_grad=False)
+
+
+def _empty(format: QuantFormat, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised values and scales, in layout ROW, of a weight in a format."""
+    if format.element == "e4m3":
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    else:
+        values = torch.empty(shape[0], shape[1] // 2, dtype=torch.int8, device=device)
+    kinds = {"float32": torch.float32, "ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+    return values, torch.empty(format.scale_shape(shape), dtype=kinds[format.scale], device=device)
+
+
+def _check_columns(format: QuantFormat, columns: slice) -> None:
+    if format.element == "e2m1" and (columns.start % 2 or columns.stop % 2):
+        raise ValueError(
+            f"a rank's input features must be even in format {format.name}, which keeps two per byte, got "
+            f"{columns.start} to {columns.stop}: use another tensor_parallel_size"
+        )

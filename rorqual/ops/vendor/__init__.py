@@ -1,0 +1,1 @@
+"""torch's own calls into CUDA's libraries (cuBLAS, cuBLASLt), for NVIDIA GPUs."""

@@ -1,0 +1,168 @@
+"""KVRecord: the bytes that a cache keeps for one token, and where they lie in a block.
+
+A cache of records is a uint8 tensor [num_blocks, block_size, 1, bytes]. The records of DeepSeek-V4.1's main and window
+caches are whole: [values | scales] token by token. Those of its index cache are laid out over the block: the values of
+all tokens, then the scales of all tokens. Source: DeepInfer 0.1.0's cache formats.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from rorqual.quantization.formats import FP4_E4M3, FP8_ROW, MXFP4, MXFP8, QuantFormat
+
+_ALIGNMENT = 32
+"""Blocks begin at multiples of so many bytes."""
+_SCALE_DTYPES = {"float32": torch.float32, "ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+class RecordViews(NamedTuple):
+    """A cache's bytes as numbers; both parts write through."""
+
+    values: torch.Tensor
+    """[num_blocks, block_size, n]: n = dims of float8_e4m3fn or bfloat16, or dims / 2 of int8 (two e2m1 codes each)."""
+    scales: torch.Tensor | None
+    """[num_blocks, block_size, dims / group]: uint8 (UE8M0), float8_e4m3fn or float32; None for bfloat16."""
+
+
+@dataclass(frozen=True)
+class KVRecord:
+    """One token's bytes: `dims` values, and one scale per `format.block[1]` of them."""
+
+    name: str
+    dims: int
+    format: QuantFormat | None
+    """None keeps bfloat16."""
+    interleaved: bool = True
+    """[values | scales] per token; False: per block, all values and then all scales."""
+
+    def __post_init__(self) -> None:
+        rows, columns = (1, 1) if self.format is None else self.format.block
+        if rows != 1 or self.dims < 1 or self.dims % columns:
+            raise ValueError(
+                f"record {self.name} must have a multiple of {columns} values and scales of its own per token, got "
+                f"{self.dims} values and blocks of {rows} x {columns}"
+            )
+
+    @cached_property
+    def num_scales(self) -> int:
+        """Scales per token."""
+        return 0 if self.format is None else self.dims // self.format.block[1]
+
+    @cached_property
+    def value_dtype(self) -> torch.dtype:
+        """Dtype of the values as `split` gives them."""
+        if self.format is None:
+            return torch.bfloat16
+        return torch.float8_e4m3fn if self.format.element == "e4m3" else torch.int8
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype | None:
+        """Dtype of the scales as `split` gives them."""
+        return None if self.format is None else _SCALE_DTYPES[self.format.scale]
+
+    @cached_property
+    def value_bytes(self) -> int:
+        """Bytes of a token's values."""
+        if self.format is None:
+            return 2 * self.dims
+        return self.dims if self.format.element == "e4m3" else self.dims // 2
+
+    @cached_property
+    def scale_bytes(self) -> int:
+        """Bytes of a token's scales."""
+        return 0 if self.scale_dtype is None else self.num_scales * self.scale_dtype.itemsize
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of a token."""
+        return self.value_bytes + self.scale_bytes
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> torch.Tensor:
+        """uint8 [num_blocks, block_size, 1, bytes], not initialised.
+
+        The stride between blocks is rounded up to the least common multiple of 32 and the record's bytes where records
+        are whole, so that a block also begins at a whole record; to 32 where they are laid out over the block.
+        """
+        step = math.lcm(_ALIGNMENT, self.bytes) if self.interleaved else _ALIGNMENT
+        stride = -(-block_size * self.bytes // step) * step
+        memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=device)
+        return memory.as_strided((num_blocks, block_size, 1, self.bytes), (stride, self.bytes, self.bytes, 1))
+
+    def check(self, cache: torch.Tensor) -> None:
+        """Raise ValueError unless the tensor can hold these records."""
+        if cache.dtype != torch.uint8 or cache.dim() != 4 or cache.shape[2:] != (1, self.bytes):
+            raise ValueError(
+                f"a cache of {self.name} records must be uint8 [num_blocks, block_size, 1, {self.bytes}], got "
+                f"{cache.dtype} {list(cache.shape)}: KVRecord.allocate makes one"
+            )
+        block, token, _, byte = cache.stride()
+        wanted = math.gcd(_ALIGNMENT, self.bytes)
+        if byte != 1 or token % wanted or token < self.bytes or (cache.shape[0] > 1 and block % _ALIGNMENT):
+            raise ValueError(
+                f"a cache of {self.name} records needs strides of a multiple of {_ALIGNMENT} between blocks, of "
+                f"{wanted} between tokens and of 1 within, got {cache.stride()}: KVRecord.allocate makes one"
+            )
+        if not self.interleaved and token != self.bytes:
+            raise ValueError(
+                f"a cache of {self.name} records needs blocks without gaps between tokens, got a stride of {token} "
+                f"bytes for records of {self.bytes}: KVRecord.allocate makes one"
+            )
+
+    def split(self, cache: torch.Tensor) -> RecordViews:
+        """The values and the scales of every slot, as views of the cache. Raises ValueError as `check`."""
+        self.check(cache)
+        records = cache[:, :, 0]
+        if self.interleaved:
+            values, scales = records[..., : self.value_bytes], records[..., self.value_bytes :]
+        else:
+            (num_blocks, block_size, _), stride = records.shape, cache.stride(0)
+            start = cache.storage_offset() + block_size * self.value_bytes
+            values = records.as_strided((num_blocks, block_size, self.value_bytes), (stride, self.value_bytes, 1))
+            scales = records.as_strided(
+                (num_blocks, block_size, self.scale_bytes), (stride, self.scale_bytes, 1), start
+            )
+        if self.scale_dtype is None:
+            return RecordViews(values.view(self.value_dtype), None)
+        return RecordViews(values.view(self.value_dtype), scales.view(self.scale_dtype))
+
+
+V41 = KVRecord("V41", 512, MXFP8)
+"""528 bytes: sliding windows, and the main cache where it is not FP4."""
+V41_FP4 = KVRecord("V41_FP4", 512, FP4_E4M3)
+"""288 bytes: the compressed main cache."""
+INDEX_FP4 = KVRecord("INDEX_FP4", 128, MXFP4, interleaved=False)
+"""68 bytes: the keys of the indexer."""
+INDEX_FP8 = KVRecord("INDEX_FP8", 128, FP8_ROW, interleaved=False)
+"""132 bytes, float32 scale."""
+INDEX_MXFP8 = KVRecord("INDEX_MXFP8", 128, MXFP8, interleaved=False)
+"""132 bytes, UE8M0 scales."""
+RECORDS = (V41, V41_FP4, INDEX_FP4, INDEX_FP8, INDEX_MXFP8)
+"""The records that have a name of their own."""
+
+
+def bf16_record(dims: int) -> KVRecord:
+    """A record of `dims` bfloat16 values without scales."""
+    return KVRecord(f"BF16_{dims}", dims, None)
+
+
+def record_of(num_bytes: int, scale: str | None = None) -> KVRecord:
+    """The named record of so many bytes, and of this kind of scale ("ue8m0", "e4m3", "float32") if several have them.
+
+    Raises ValueError where none or several fit. Records of bfloat16 have no name: see `bf16_record`.
+    """
+    found = [r for r in RECORDS if r.bytes == num_bytes]
+    fitting = [r for r in found if scale is None or (r.format is not None and r.format.scale == scale)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if len(fitting) > 1:
+        names = " or ".join(f"{r.format.scale} ({r.name})" for r in fitting if r.format is not None)
+        raise ValueError(f"records of {num_bytes} bytes differ in their scales: say scale={names}")
+    known = ", ".join(f"{r.bytes} ({r.name}, {r.format.scale})" for r in RECORDS if r.format is not None)
+    wanted = f"{num_bytes} bytes" if scale is None else f"{num_bytes} bytes with {scale} scales"
+    raise ValueError(f"no record has {wanted}; known are {known}, and bf16_record(dims) for bfloat16")

@@ -1,0 +1,39 @@
+"""Triton kernels without a GPU: the parity tests once more, in a process where Triton interprets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rorqual.ops.triton.launch import INTERPRETING
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(INTERPRETING, reason="this process interprets already")
+def test_kernels_equal_their_references_in_the_interpreter():
+    """Triton decides when a kernel is defined whether to interpret it, hence the process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "triton",
+        "tests/ops/test_parity.py",
+        "tests/ops/test_triton_linear.py",
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 0
