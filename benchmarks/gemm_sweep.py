@@ -16,10 +16,9 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_timing import L2_BYTES, copy_bytes_per_us, graph_us  # noqa: E402
 from rorqual.cli.collect_env import environment  # noqa: E402
 from rorqual.ops.linear import allocate_output, linear, prepare_weight  # noqa: E402
 from rorqual.ops.quantize import quantize  # noqa: E402
@@ -45,7 +45,6 @@ from rorqual.quantization import (  # noqa: E402
     ScaleLayout,
 )
 
-L2_BYTES = 60 << 20
 BF16 = torch.bfloat16
 FORMATS: dict[str, tuple[QuantFormat, QuantFormat | None]] = {
     "fp8": (FP8_BLOCK, FP8_ROW),
@@ -157,43 +156,6 @@ def compile_and_check(candidate: Candidate) -> str | None:
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
-
-
-def graph_us(calls: list[Callable[[], Any]], *, replays: int = 9) -> float:
-    """Median microseconds of one call, over replays of a graph that makes all of them in turn."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    repeats = max(1, 16 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times = []
-    for _ in range(replays + 2):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / (repeats * len(calls)))
-    return statistics.median(times[2:])
-
-
-def copy_bytes_per_us() -> float:
-    """What a plain copy moves, read and written; not in a graph, where a copy is slower."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return 2 * source.nbytes / statistics.median(times[2:])
 
 
 def yardsticks(family: str, rows: int, features: int, columns: int, problem: Problem) -> dict[str, float]:

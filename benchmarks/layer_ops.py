@@ -24,6 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu_timing import L2_BYTES, copy_bytes_per_us, graph_us  # noqa: E402
 from rorqual.cli.collect_env import environment  # noqa: E402
 from rorqual.ops.kv_transform import NormStage, RopeStage, transform_and_store_kv  # noqa: E402
 from rorqual.ops.linear import linear, prepare_weight  # noqa: E402
@@ -36,7 +37,6 @@ from rorqual.ops.store_kvcache import store_kvcache  # noqa: E402
 from rorqual.quantization import FP8_BLOCK, FP8_ROW, FP8_ROW_UE8M0, MXFP4, MXFP8, QTensor, ScaleLayout  # noqa: E402
 from rorqual.quantization.kv_record import V41  # noqa: E402
 
-L2_BYTES = 60 << 20
 BF16 = torch.bfloat16
 
 
@@ -61,31 +61,6 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
-
-
-def graph_us(calls: list[Callable[[], Any]], *, replays: int = 15) -> float:
-    """Median microseconds of one call, over replays of a graph that makes all of them in turn."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-            call()
-    torch.cuda.synchronize()
-    repeats = max(1, 24 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
-    return statistics.median(times[3:])
 
 
 def host_us(call: Callable[[], Any]) -> float:
@@ -113,21 +88,6 @@ def launches(call: Callable[[], Any]) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
-
-
-def copy_bytes_per_us() -> float:
-    """What a plain copy of four gigabytes moves, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):  # not in a graph, where a copy becomes a node of its own kind, and a slower one
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return 2 * source.nbytes / statistics.median(times[2:])
 
 
 def empty_kernel_us() -> float:
