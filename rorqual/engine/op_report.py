@@ -52,8 +52,7 @@ def op_report(config: EngineConfig) -> list[OpVerdict]:
     engine = Engine(EngineConfig(**(config.model_dump(exclude_unset=True) | changes)))
     found: dict[OpVerdict, None] = {}
 
-    def tell(op: Op[..., Any], verdicts: dict[str, str]) -> None:
-        used = next(backend for backend, verdict in verdicts.items() if verdict == "ok")
+    def tell(op: Op[..., Any], used: str, verdicts: dict[str, str]) -> None:
         for backend, verdict in verdicts.items():
             found[OpVerdict(op.name, backend, "used" if backend == used else verdict)] = None
 

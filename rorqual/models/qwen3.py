@@ -27,6 +27,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen3Config:
     """Parse a config.json of model_type qwen3."""
     reader = ConfigReader(config, model_type="qwen3")
     reader.require("hidden_act", "silu")
+    reader.require("use_qk_norm", True)
     keys = read_decoder_keys(reader, default_head_dim=128)
     bias = reader.take("attention_bias", bool, False)
     parsed = Qwen3Config(

@@ -39,6 +39,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen3MoeConfig:
     """Parse a config.json of model_type qwen3_moe, official or re-saved by transformers."""
     reader = ConfigReader(config, model_type="qwen3_moe")
     reader.require("hidden_act", "silu")
+    reader.require("use_qk_norm", True)
     keys = read_decoder_keys(reader, default_head_dim=None)
     num_layers = keys["num_hidden_layers"]
     bias = reader.take("attention_bias", bool, False)

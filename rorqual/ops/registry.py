@@ -74,7 +74,8 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the implementation that `choose` picks."""
         for tell in _watchers:
-            tell(self, self.explain(*args, **kwargs))
+            verdicts = self.explain(*args, **kwargs)
+            tell(self, next(backend for backend, verdict in verdicts.items() if verdict == "ok"), verdicts)
         return self.choose(*args, **kwargs)(*args, **kwargs)
 
 
@@ -82,13 +83,13 @@ OPS: dict[str, Op[..., Any]] = {}
 """Every declared op by name; complete after `load_backends`."""
 
 
-Watcher = Callable[[Op[..., Any], dict[str, str]], None]
+Watcher = Callable[[Op[..., Any], str, dict[str, str]], None]
 _watchers: list[Watcher] = []
 
 
 @contextmanager
 def watch(tell: Watcher) -> Iterator[None]:
-    """While the block runs, tell of every call: the op and what `explain` says about its arguments."""
+    """While the block runs, tell of every call: the op, the backend that runs it, and what `explain` says about it."""
     _watchers.append(tell)
     try:
         yield

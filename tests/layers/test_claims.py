@@ -109,7 +109,7 @@ def test_a_layer_runs_each_op_as_often_as_it_has_to(name, norms):
     """Before attention and before the feed-forward block, Qwen3 also over query and key heads; the last one of all is
     the model's. Four products: q, k and v at once, o, gate and up at once, down; and the head's. One rotation."""
     layers, calls = CONFIGS[name][1]["num_hidden_layers"], Counter()
-    with watch(lambda op, _: calls.update([op.name])):
+    with watch(lambda op, *_: calls.update([op.name])):
         logits_by_chunks(name, tokens(9), chunk_size=9)
     expected = {"rms_norm": norms * layers + 1, "linear": 4 * layers + 1}
     expected |= dict.fromkeys(("rotary_embedding", "store_kvcache", "paged_attention", "silu_and_mul"), layers)

@@ -83,7 +83,7 @@ def test_quantised_writes_the_scales_for_the_tensor_cores_too():
 def test_decoder_calls_get_a_faster_answer(dtype):
     norm, x = layer(64, dtype=dtype), normal(5, 64, dtype=dtype)
     verdicts = []
-    with watch(lambda _op, verdict: verdicts.append(verdict)):
+    with watch(lambda _op, _used, verdict: verdicts.append(verdict)):
         norm(x)
         norm.add(x, x)
         norm(x.view(5, 2, 32).flatten(1))

@@ -49,6 +49,13 @@ def test_plain_config_has_the_shape_it_says(model_type):
     assert (config.qkv_bias, config.o_bias) == (model_type == "qwen2", False)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_qwen3_always_has_norms_on_query_and_key_heads(model_type):
+    assert read(model_type, use_qk_norm=True).qk_norm  # as Qwen3-Coder's config.json says
+    with pytest.raises(ValueError, match="use_qk_norm must be True for model_type"):
+        read(model_type, use_qk_norm=False)
+
+
 # --- RO7: sliding windows
 
 WINDOWS = {
