@@ -1,0 +1,62 @@
+"""A real model with its linear weights in each number format: what that costs it, on text it was not made for."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rorqual import LLM, SamplingParams
+from rorqual.loader.checkpoint import open_checkpoint
+from tests.quantized import SCHEMES, quantized
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [
+    "The blue whale is the largest animal that has ever lived. It feeds almost only on krill, which it takes in with "
+    "its baleen.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "In the beginning of the nineteenth century, scientists in Europe began to study electricity.",
+]
+# Nats per token above the bfloat16 model's 2.7; a wrong scale anywhere costs several.
+MOST_LOST = {"fp8": 0.1, "fp8_ue8m0": 0.15, "mxfp8": 0.15, "mxfp4": 0.9}
+
+
+def loss(model: Path, tokenizer: Path, **options) -> float:
+    """Mean negative log-likelihood of the texts, in nats per token."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with LLM(str(model), tokenizer=str(tokenizer), max_model_len=512, progress=False, **options) as llm:
+        outputs = llm.generate(TEXTS, params, use_tqdm=False)
+    found = [
+        -known[token].logprob
+        for out in outputs
+        for token, known in zip(out.prompt_token_ids, out.prompt_logprobs, strict=True)
+        if known is not None
+    ]
+    return sum(found) / len(found)
+
+
+@functools.cache
+def plain_loss(path: Path) -> float:
+    return loss(path, path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("scheme", MOST_LOST)
+def test_quantised_weights_cost_little(smollm2_path, tmp_path, scheme):
+    checkpoint = open_checkpoint(smollm2_path)
+    plain = {name: checkpoint.load(name).to(torch.bfloat16) for name in checkpoint.names()}
+    files, _ = quantized(plain, SCHEMES[scheme], lambda name: name.endswith("proj.weight"))
+    save_file({name: tensor.contiguous() for name, tensor in files.items()}, tmp_path / "model.safetensors")
+    config = checkpoint.config | {"quantization_config": SCHEMES[scheme].options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lost = loss(tmp_path, smollm2_path, dtype="bfloat16") - plain_loss(smollm2_path)
+    assert -0.05 < lost < MOST_LOST[scheme]
+
+
+def test_fp8_kv_cache_costs_little(smollm2_path):
+    lost = loss(smollm2_path, smollm2_path, dtype="bfloat16", kv_cache_dtype="fp8") - plain_loss(smollm2_path)
+    assert -0.05 < lost < 0.05
