@@ -28,15 +28,14 @@ def refuse_layout(key_cache: torch.Tensor, value_cache: torch.Tensor) -> str | N
     """Why the kernels in use cannot read these tensors, or None."""
     if refusal := refuse_shape(key_cache.shape[1], key_cache.shape[3], key_cache.dtype):
         return refusal
-    if not key_cache.transpose(1, 2).is_contiguous() or not _in_order(value_cache).is_contiguous():
+    found = kernels()
+    size, heads, dim = key_cache.shape[1:]
+    by_offset = (heads * size * dim, dim, size * dim, 1)
+    # AMX multiplies values from the left, channel by channel.
+    of_values = (heads * size * dim, 1, size * dim, size) if found and found.isa == "amx" else by_offset
+    if key_cache.stride() != by_offset or value_cache.stride() != of_values:
         return "the cache is in another memory order"
     return None
-
-
-def _in_order(value_cache: torch.Tensor) -> torch.Tensor:
-    """A view whose dimensions are in the order of memory: AMX multiplies values from the left, channel by channel."""
-    found = kernels()
-    return value_cache.permute(0, 2, 3, 1) if found and found.isa == "amx" else value_cache.transpose(1, 2)
 
 
 def _refuse_allocate(

@@ -1,8 +1,8 @@
 // Causal attention of a flat batch over the paged cache, without gathering it.
 //
-// A task is a KV head and up to sixteen of its query rows ("lanes"): the query heads of one token, then of the next token
-// of the same sequence, and so on. Keys pass in spans of SPAN at fixed positions and every lane sums alone, so the answer
-// for a query depends neither on the batch around it nor on how its prompt was cut.
+// A task is a KV head and up to sixteen of its query rows ("lanes"): the query heads of one token, then of the next
+// token of the same sequence, and so on. Keys pass in spans of SPAN at fixed positions and every lane sums alone, so
+// the answer for a query depends neither on the batch around it nor on how its prompt was cut.
 
 #define SPAN 512
 #define HIDDEN (-1e30f)
@@ -25,9 +25,9 @@ typedef struct {
 
 typedef struct {
     int64_t seq, head;
-    int64_t lanes, first;      // query rows, counted from the sequence's first token in the batch
-    int64_t token, position;   // of that first token: its place in the batch and in its sequence
-    int64_t begin, end;        // keys that any lane sees
+    int64_t lanes, first;     // query rows, counted from the sequence's first token in the batch
+    int64_t token, position;  // of that first token: its place in the batch and in its sequence
+    int64_t begin, end;       // keys that any lane sees
 } task_t;
 
 INLINE task_t find_task(const attention_t *a, int64_t number) {
@@ -53,7 +53,8 @@ INLINE task_t find_task(const attention_t *a, int64_t number) {
 }
 
 // Where a lane's query begins, counted in [tokens, heads] with these strides.
-INLINE int64_t lane_offset(const attention_t *a, const task_t *t, int64_t lane, int64_t token_stride, int64_t head_stride) {
+INLINE int64_t lane_offset(const attention_t *a, const task_t *t, int64_t lane, int64_t token_stride,
+                           int64_t head_stride) {
     const int64_t row = t->first + lane;
     return (t->token + row / a->group) * token_stride + (t->head * a->group + row % a->group) * head_stride;
 }
@@ -94,14 +95,15 @@ INLINE f32x16 raise_top(float *scores, int64_t first, int64_t count, float scale
     return kept;
 }
 
-// What a key counts: 0 where it is hidden. While a lane has seen no key at all its top is HIDDEN too and hidden keys count
-// 1: raise_top's factor is 0 once it sees one, which every lane does in the end.
+// What a key counts: 0 where it is hidden. While a lane has seen no key at all its top is HIDDEN too and hidden keys
+// count 1: raise_top's factor is 0 once it sees one, which every lane does in the end.
 INLINE f32x16 weight_of(const float *score, f32x16 top, float scale) { return exp2_16((load(score) - top) * scale); }
 
 #ifdef USE_AMX
 
 INLINE void attention_tiles(void) {
-    // 0-3 sums; 4 keys or values [16][up to 32]; 5 queries [16 pairs][16 lanes]; 6 values [16][16]; 7 weights [8 pairs][16]
+    // 0-3 sums; 4 keys or values [16][up to 32]; 5 queries [16 pairs][16 lanes]; 6 values [16][16]; 7 weights [8
+    // pairs][16]
     struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t bytes[16];

@@ -1,5 +1,5 @@
-// The paged cache in memory: keys [block][head][offset][dim]; values the same, or, for AMX, which multiplies values from
-// the left, [block][head][dim][offset].
+// The paged cache in memory: keys [block][head][offset][dim]; values the same, or, for AMX, which multiplies values
+// from the left, [block][head][dim][offset].
 
 typedef struct {
     const bf16 *key, *value;

@@ -45,14 +45,16 @@ static void rms_norm_rows(const void *arg, int thread, int num_threads) {
         const float scale = 1.0f / __builtin_sqrtf(sum16(squares) / (float)a->size + a->eps);
         for (int64_t i = 0; i < whole; i += 16)
             store_bf16(out + i, load_bf16(x + i) * scale * load_bf16(a->weight + i));
-        if (rest) store_some(out + whole, load_some(x + whole, rest) * scale * load_some(a->weight + whole, rest), rest);
+        if (rest)
+            store_some(out + whole, load_some(x + whole, rest) * scale * load_some(a->weight + whole, rest), rest);
     }
 }
 
-void ISA(rms_norm)(const bf16 *x, int64_t outer_stride, int64_t inner_stride, const bf16 *residual, int64_t residual_stride,
-                   const bf16 *weight, bf16 *out, bf16 *sum, int64_t rows, int64_t inner, int64_t size, float eps,
-                   int threads) {
-    const rms_norm_t a = {x, residual, weight, out, sum, rows, inner, size, outer_stride, inner_stride, residual_stride, eps};
+void ISA(rms_norm)(const bf16 *x, int64_t outer_stride, int64_t inner_stride, const bf16 *residual,
+                   int64_t residual_stride, const bf16 *weight, bf16 *out, bf16 *sum, int64_t rows, int64_t inner,
+                   int64_t size, float eps, int threads) {
+    const rms_norm_t a = {
+        x, residual, weight, out, sum, rows, inner, size, outer_stride, inner_stride, residual_stride, eps};
     rorqual_parallel(rms_norm_rows, &a, threads);
 }
 
@@ -78,7 +80,8 @@ static void silu_and_mul_rows(const void *arg, int thread, int num_threads) {
         for (int64_t i = 0; i < whole; i += 16)
             store_bf16(out + i, through_bf16(silu(load_bf16(gate + i))) * load_bf16(up + i));
         if (rest)
-            store_some(out + whole, through_bf16(silu(load_some(gate + whole, rest))) * load_some(up + whole, rest), rest);
+            store_some(out + whole, through_bf16(silu(load_some(gate + whole, rest))) * load_some(up + whole, rest),
+                       rest);
     }
 }
 
@@ -104,7 +107,8 @@ typedef struct {
 enum { ROPE_INTERLEAVED = 1, ROPE_CONJUGATE = 2, ROPE_INT32_POSITIONS = 4 };
 
 INLINE int64_t rope_position(const rope_t *a, int64_t token) {
-    return a->flags & ROPE_INT32_POSITIONS ? ((const int32_t *)a->positions)[token] : ((const int64_t *)a->positions)[token];
+    return a->flags & ROPE_INT32_POSITIONS ? ((const int32_t *)a->positions)[token]
+                                           : ((const int64_t *)a->positions)[token];
 }
 
 // The products of each sum stand in the reference's order: the compiler fuses the first with the sum where it can.
@@ -146,11 +150,10 @@ static void rope_tokens(const void *arg, int thread, int num_threads) {
         for (const rope_heads_t *heads = a->tensors; heads < a->tensors + 2; heads++) {
             for (int64_t head = 0; head < heads->heads; head++) {
                 const bf16 *x = heads->x + token * heads->token_stride + head * heads->head_stride;
-                bf16 *out = heads->out == heads->x ? (bf16 *)x : heads->out + (token * heads->heads + head) * a->head_dim;
-                if (a->flags & ROPE_INTERLEAVED)
-                    rope_neighbours(x + a->offset, out + a->offset, cos, sin, half, sign);
-                else
-                    rope_halves(x + a->offset, out + a->offset, cos, sin, half, sign);
+                bf16 *out =
+                    heads->out == heads->x ? (bf16 *)x : heads->out + (token * heads->heads + head) * a->head_dim;
+                if (a->flags & ROPE_INTERLEAVED) rope_neighbours(x + a->offset, out + a->offset, cos, sin, half, sign);
+                else rope_halves(x + a->offset, out + a->offset, cos, sin, half, sign);
                 if (out == x || a->width == a->head_dim) continue;
                 __builtin_memcpy(out, x, (size_t)a->offset * sizeof *x);
                 __builtin_memcpy(out + end, x + end, (size_t)(a->head_dim - end) * sizeof *x);
@@ -162,11 +165,17 @@ static void rope_tokens(const void *arg, int thread, int num_threads) {
 // Returns 1, and does nothing, where a position is no row of the table.
 int ISA(rope)(const bf16 *query, bf16 *query_out, int64_t heads, int64_t query_token_stride, int64_t query_head_stride,
               const bf16 *key, bf16 *key_out, int64_t kv_heads, int64_t key_token_stride, int64_t key_head_stride,
-              const void *positions, const float *cos_sin, int64_t rows, int64_t width, int64_t offset, int64_t head_dim,
-              int64_t tokens, int flags, int threads) {
+              const void *positions, const float *cos_sin, int64_t rows, int64_t width, int64_t offset,
+              int64_t head_dim, int64_t tokens, int flags, int threads) {
     const rope_t a = {{{query, query_out, heads, query_token_stride, query_head_stride},
                        {key, key_out, kv_heads, key_token_stride, key_head_stride}},
-                      positions, cos_sin, tokens, width, offset, head_dim, flags};
+                      positions,
+                      cos_sin,
+                      tokens,
+                      width,
+                      offset,
+                      head_dim,
+                      flags};
     for (int64_t token = 0; token < tokens; token++)
         if (rope_position(&a, token) < 0 || rope_position(&a, token) >= rows) return 1;
     rorqual_parallel(rope_tokens, &a, threads);

@@ -128,8 +128,9 @@ static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
 #define ADD_PAIRS(sum, w, x) \
     ((f32x16)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(w), (__m512bh)_mm512_set1_epi32((int)(x))))
 #else
-#define ADD_PAIRS(sum, w, x) \
-    ((sum) + (f32x16)((w) << 16) * bits_to_float((x) << 16) + (f32x16)((w) & 0xffff0000) * bits_to_float((x) & 0xffff0000))
+#define ADD_PAIRS(sum, w, x)                                  \
+    ((sum) + (f32x16)((w) << 16) * bits_to_float((x) << 16) + \
+     (f32x16)((w) & 0xffff0000) * bits_to_float((x) & 0xffff0000))
 #endif
 
 INLINE void rows_by_blocks(const linear_t *a, int64_t m, const int rows, int64_t block, const int blocks) {

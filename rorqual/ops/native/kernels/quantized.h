@@ -1,8 +1,8 @@
 // linear.h's product with a weight of few bits, and the rounding of its inputs to e4m3.
 //
-// Each thread decodes some blocks of the weight to bfloat16, into its cache, and multiplies them from there. Codes lie as
-// the bfloat16 values do in linear.h: [n / 16][k / 2][16] pairs, of two bytes (e4m3) or two halves of a byte (e2m1, k even
-// in the lower one). Scales lie as [n / 16][k / width][16], UE8M0 bytes or float32.
+// Each thread decodes some blocks of the weight to bfloat16, into its cache, and multiplies them from there. Codes lie
+// as the bfloat16 values do in linear.h: [n / 16][k / 2][16] pairs, of two bytes (e4m3) or two halves of a byte (e2m1,
+// k even in the lower one). Scales lie as [n / 16][k / width][16], UE8M0 bytes or float32.
 
 #define DECODED_BYTES (1 << 19)
 

@@ -1,5 +1,5 @@
-// Work shared between threads. The threads are PyTorch's own OpenMP team, reached through pointers that Python hands over
-// after it has imported torch: one pool in the process, whatever OpenMP library PyTorch was built with.
+// Work shared between threads. The threads are PyTorch's own OpenMP team, reached through pointers that Python hands
+// over after it has imported torch: one pool in the process, whatever OpenMP library PyTorch was built with.
 #pragma once
 
 // fn(arg, thread, num_threads) on up to `threads` threads; on the calling thread alone where there is no team.
