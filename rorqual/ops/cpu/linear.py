@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rorqual.ops._decodable import refuse_decoding
+from rorqual.ops._decodable import refuse_call, refuse_decoding
 from rorqual.ops.cpu._quantized_panels import PanelWeight, panel_linear
 from rorqual.ops.linear import (
     aligned_copy,
@@ -72,34 +72,15 @@ def _refuse(
     out_acc: torch.Tensor | None = None,
 ) -> str | None:
     if isinstance(weight, QTensor):
-        return _refuse_quantized(x, weight, bias, activation, out_dtype, out_acc)
+        if not isinstance(weight, PanelWeight):
+            return "the weight is not packed"
+        return refuse_call(x, weight, bias, activation, out_dtype, out_acc)
     if not weight.is_mkldnn:
         return "the weight is not packed"
     if isinstance(x, QTensor) or x.dtype is not _BF16:
         return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
     if out_acc is not None or activation is not None or (out_dtype is not None and out_dtype is not _BF16):
         return "makes new bfloat16 outputs of unquantised operands only"
-    return None
-
-
-def _refuse_quantized(
-    x: torch.Tensor | QTensor,
-    weight: QTensor,
-    bias: torch.Tensor | None,
-    activation: QuantFormat | None,
-    out_dtype: torch.dtype | None,
-    out_acc: torch.Tensor | None,
-) -> str | None:
-    if not isinstance(weight, PanelWeight):
-        return "the weight is not packed"
-    if isinstance(x, torch.Tensor) and x.dtype != _BF16:
-        return f"needs bfloat16 or quantised activations, got {x.dtype}"
-    if x.shape[-1] != weight.shape[1] or (isinstance(x, QTensor) and activation not in (None, x.format)):
-        return "x does not fit the weight or the activation format"
-    if out_acc is not None or out_dtype not in (None, _BF16):
-        return "makes new bfloat16 outputs only"
-    if bias is not None and (bias.dtype != _BF16 or bias.shape[0] != weight.shape[0]):
-        return f"needs a bfloat16 bias for {weight.shape[0]} features, got {bias.dtype} {list(bias.shape)}"
     return None
 
 

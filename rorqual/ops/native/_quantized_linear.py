@@ -63,28 +63,6 @@ def unpair(weight: PairedWeight) -> QTensor:
     return QTensor(values.view(dtype), scales.contiguous(), weight.format)
 
 
-def refuse_quantized(
-    x: torch.Tensor | QTensor,
-    weight: QTensor,
-    bias: torch.Tensor | None,
-    activation: QuantFormat | None,
-    out_dtype: torch.dtype | None,
-    out_acc: torch.Tensor | None,
-) -> str | None:
-    """Why the kernel cannot take a call with a quantised weight, or None."""
-    if not isinstance(weight, PairedWeight):
-        return "the weight is not laid out for it"
-    if isinstance(x, torch.Tensor) and x.dtype is not _BF16:
-        return f"needs bfloat16 or quantised activations, got {x.dtype}"
-    if x.shape[-1] != weight.shape[1] or (isinstance(x, QTensor) and activation not in (None, x.format)):
-        return "x does not fit the weight or the activation format"
-    if out_acc is not None or (out_dtype is not None and out_dtype is not _BF16):
-        return "makes new bfloat16 outputs only"
-    if bias is not None and (bias.dtype is not _BF16 or bias.shape[0] != weight.shape[0]):
-        return f"needs a bfloat16 bias for {weight.shape[0]} features, got {bias.dtype} {list(bias.shape)}"
-    return missing()
-
-
 def multiply_quantized(
     found: Kernels,
     x: torch.Tensor | QTensor,

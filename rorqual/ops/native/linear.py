@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from rorqual.ops._decodable import refuse_call
 from rorqual.ops.linear import flatten_rows, linear, prepare_weight, unpack_weight
 from rorqual.ops.native._quantized_linear import (
     PairedWeight,
     multiply_quantized,
     pair,
     refuse_pairs,
-    refuse_quantized,
     unpair,
 )
 from rorqual.ops.native.library import kernels, missing
@@ -68,7 +68,9 @@ def _refuse(
     out_acc: torch.Tensor | None = None,
 ) -> str | None:
     if isinstance(weight, QTensor):
-        return refuse_quantized(x, weight, bias, activation, out_dtype, out_acc)
+        if not isinstance(weight, PairedWeight):
+            return "the weight is not laid out for it"
+        return refuse_call(x, weight, bias, activation, out_dtype, out_acc) or missing()
     if weight.is_mkldnn or weight.dim() != 4:
         return "the weight is not laid out for it"
     if isinstance(x, QTensor) or x.dtype is not _BF16:
