@@ -102,13 +102,8 @@ INLINE f32x16 weight_of(const float *score, f32x16 top, float scale) { return ex
 #ifdef USE_AMX
 
 INLINE void attention_tiles(void) {
-    // 0-3 sums; 4 keys or values [16][up to 32]; 5 queries [16 pairs][16 lanes]; 6 values [16][16]; 7 weights [8
-    // pairs][16]
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } __attribute__((packed, aligned(64))) config = {.palette = 1};
+    // 0-3 sums; 4 keys [16][32]; 5 queries [16 pairs][16 lanes]; 6 values [16][16]; 7 weights [8 pairs][16 lanes]
+    tile_config_t config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
         config.rows[tile] = tile == 7 ? 8 : 16;
         config.bytes[tile] = tile == 6 ? 32 : 64;

@@ -8,6 +8,15 @@
 #include "simd.h"
 #include "team.h"
 
+#ifdef USE_AMX
+// What _tile_loadconfig reads: rows of each of the eight tiles, and bytes of a row.
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed, aligned(64))) tile_config_t;
+#endif
+
 #include "attention.h"
 #include "cache.h"
 #include "elementwise.h"

@@ -35,11 +35,7 @@ INLINE void finish_pair(const linear_t *a, int64_t m, int64_t block, f32x16 firs
 
 // Tiles 0-3 hold sums, 4 and 5 rows of x, 6 and 7 blocks of the weight.
 INLINE void configure_tiles(int rows_a, int rows_b) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } __attribute__((packed, aligned(64))) config = {.palette = 1};
+    tile_config_t config = {.palette = 1};
     const int rows[8] = {rows_a, rows_a, rows_b, rows_b, rows_a, rows_b, 16, 16};
     for (int tile = 0; tile < 8; tile++) {
         config.rows[tile] = rows[tile] ? rows[tile] : 1;
