@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rorqual.ops.triton._dependent_launch import wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import (
     e2m1_code,
     e2m1_value,
@@ -137,6 +138,7 @@ def transform_kernel(
     d = tl.arange(0, BLOCK_D)
     x_rows = x + tokens.to(tl.int64) * x_token + (rows % HEADS) * x_head
 
+    wait_for_earlier_kernels()
     # All loads come first: one that waits for another's arithmetic costs its whole latency again.
     if R > 0:
         position = tl.load(positions + tokens, mask=there, other=0)

@@ -17,6 +17,7 @@ from rorqual.ops.kv_transform import (
     transform_and_store_kv,
     transform_kv,
 )
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton._kv_transform_kernel import transform_kernel
 from rorqual.ops.triton.launch import refuses
 from rorqual.quantization import QTensor
@@ -25,8 +26,8 @@ from rorqual.quantization.kv_record import KVRecord
 _LARGEST_HEAD = 1024
 _TILE_OF_FEW = 512
 """Values of one program, of one warp: as many programs as there are, for decode steps."""
-_TILE_OF_MANY = 1024
-"""Two heads of 512 in a program, whose loads overlap. More warps or heads a program were slower at 8,192 heads."""
+_TILE_OF_MANY = 4096
+"""Eight heads of 512 in a program of four warps."""
 _FEW = 1 << 19
 """Up to so many values a call counts as a decode step's: 1,024 heads of 512."""
 
@@ -139,7 +140,8 @@ def _launch(
         BLOCK_SIZE=block_size,
         STORE=values is not None,
         KEEP=keep,
-        num_warps=1,
+        num_warps=4 if many else 1,
+        launch_pdl=DEPENDENT_LAUNCH,
     )
 
 

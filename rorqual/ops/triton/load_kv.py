@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.load_kv import allocate_loaded, check_load, load_kv
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import e2m1_value, e4m3_value, round_to, ue8m0_value
 from rorqual.ops.triton.kv_transform import kind_of, steps_of
 from rorqual.ops.triton.launch import refuses
@@ -105,6 +106,7 @@ def _copy_kernel(
 def _segment_rows(segments, num_blocks, total, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr):
     """(block, slots in it [ROWS], rows of the result [ROWS], which of them there are); none of a segment that reaches
     beyond the cache, its block or the result."""
+    wait_for_earlier_kernels()
     segment = segments + tl.program_id(0) * 4
     block = tl.load(segment).to(tl.int64)
     begin = tl.load(segment + 1)
@@ -156,6 +158,7 @@ def load_kv_triton(
             BLOCK_V=1 << (record.value_bytes - 1).bit_length(),
             BLOCK_S=1 << (record.scale_bytes - 1).bit_length(),
             ROWS=rows,
+            launch_pdl=DEPENDENT_LAUNCH,
         )
         return result
     element, scale, group = kind_of(record.format)
@@ -177,5 +180,6 @@ def load_kv_triton(
         ELEMENT=element,
         SCALE=scale,
         GROUP=group,
+        launch_pdl=DEPENDENT_LAUNCH,
     )
     return result

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.quantize import quantize
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import (
     e2m1_code,
     e4m3_byte,
@@ -66,6 +67,7 @@ def _quantize_kernel(
     here = row < rows
     far = row.to(tl.int64)  # the tensor may have more than 2^31 values
 
+    wait_for_earlier_kernels()
     inside = here[:, None, None] & (column < columns)[None, :, :]
     data = tl.load(x + far[:, None, None] * x_row + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
     amax = tl.maximum(largest_magnitude(data, 2), FLOOR)
@@ -152,5 +154,6 @@ def quantize_triton(x: torch.Tensor, *, format: QuantFormat, layout: ScaleLayout
             ROWS=tile_rows,
             GROUPS=tile_groups,
             num_warps=1 if few else 4,
+            launch_pdl=DEPENDENT_LAUNCH,
         )
     return QTensor(values.view(torch.int8 if pairs else torch.float8_e4m3fn), scales, format, layout)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.rms_norm import DTYPES, FORMATS, NormOutput, UtccpTarget, check_arguments, rms_norm
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import (
     e4m3_byte,
     largest_magnitude,
@@ -92,6 +93,7 @@ def _rms_norm_kernel(
     far, outer, at = row.to(tl.int64), outer.to(tl.int64), at.to(tl.int64)  # there may be more than 2^31 values
     dense = (far * size)[:, None] + column
 
+    wait_for_earlier_kernels()
     w = tl.load(weight + column, mask=column < size, other=0.0, eviction_policy="evict_last").to(tl.float32)
     x_at = (outer * x_outer + at * x_inner)[:, None] + column
     v = tl.load(x + x_at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -284,6 +286,7 @@ def rms_norm_triton(
             ROWS=tile.rows,
             BLOCK=tile.block,
             num_warps=tile.num_warps,
+            launch_pdl=DEPENDENT_LAUNCH,
         )
     if format is None:
         return NormOutput(values, total)

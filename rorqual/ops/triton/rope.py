@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.rope import RotaryOutput, check, rotary_embedding
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton.launch import refuses
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -131,6 +132,7 @@ def _rotary_embedding_kernel(
     ROWS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
+    wait_for_earlier_kernels()
     block = tl.program_id(0)
     if block < query_blocks:
         _rotate(
@@ -237,5 +239,6 @@ def rotary_embedding_triton(
             ROWS=rows,
             HALF_BLOCK=half_block,
             num_warps=_WARPS,
+            launch_pdl=DEPENDENT_LAUNCH,
         )
     return RotaryOutput(query_out, key_out)

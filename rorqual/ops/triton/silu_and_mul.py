@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.silu_and_mul import silu_and_mul
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import round_to
 from rorqual.ops.triton.launch import refuses
 
@@ -25,6 +26,7 @@ def _silu_and_mul_kernel(gate_up, out, rows, size, row_stride, ROWS: tl.constexp
     here = (row < rows)[:, None] & (column < size)[None, :]
     far = row.to(tl.int64)[:, None]  # the tensor may have more than 2^31 values
     at = gate_up + far * row_stride + column[None, :]
+    wait_for_earlier_kernels()
     gate = tl.load(at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
     up = tl.load(at + size, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
     # Rounded twice, as the reference does.
@@ -54,5 +56,7 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     tile_rows = _TILE // block
     rows = flat.shape[0]
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(size, block),)
-    _silu_and_mul_kernel[grid](flat, out, rows, size, flat.stride(0), ROWS=tile_rows, BLOCK=block, num_warps=4)
+    _silu_and_mul_kernel[grid](
+        flat, out, rows, size, flat.stride(0), ROWS=tile_rows, BLOCK=block, num_warps=4, launch_pdl=DEPENDENT_LAUNCH
+    )
     return out

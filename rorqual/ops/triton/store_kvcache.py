@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rorqual.ops.store_kvcache import CACHE_DTYPES, store_kvcache
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._number_formats import e4m3_byte, round_to
 from rorqual.ops.triton.launch import refuses
 
@@ -62,6 +63,7 @@ def _store_kernel(
     BLOCK_SIZE: tl.constexpr,
     E4M3: tl.constexpr,
 ):
+    wait_for_earlier_kernels()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -134,4 +136,5 @@ def store_kvcache_triton(
         BLOCK_SIZE=key_cache.shape[1],
         E4M3=e4m3,
         num_warps=max(1, min(4, block_h * block_d // 256)),
+        launch_pdl=DEPENDENT_LAUNCH,
     )
