@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rorqual.loader.gguf import GGUFCheckpoint, read_metadata
 from rorqual.loader.gguf_dequantize import dequantize
 from rorqual.loader.gguf_file import _OTHER_TYPES, STORED_TYPES, GGUFFile
+from rorqual.quantization.gguf_blocks import integer_weight
+from rorqual.quantization.integer import INTEGER_FORMATS
 
 from .tiny_gguf import EMBEDDING, write_gguf
 
@@ -186,6 +188,31 @@ def test_dequantising_gives_the_gguf_package_s_bits(kind: Type) -> None:
         found = dequantize(data, STORED_TYPES[kind])
         assert found.shape == (rows, columns)
         assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", [Type[k.name] for k in STORED_TYPES.values() if k.block_size > 1])
+def test_integer_weights_hold_the_blocks_values_to_the_bit(kind: Type) -> None:
+    format = INTEGER_FORMATS[kind.name.lower()]
+    for rows, columns in ((3, 256), (1100, 512)):
+        data = random_blocks(kind, rows, columns, seed=rows)
+        weight = integer_weight(data, format)
+        assert weight.shape == (rows, columns)
+        assert weight.codes.shape == (rows, columns * format.bits // 8)
+        assert weight.scales.shape == (rows, columns // format.group)
+        assert weight.scales.dtype == format.scale_dtype
+        assert (weight.minima is not None) == format.has_minima
+        found = weight.dequantize().numpy()
+        assert np.array_equal(found.view(np.uint32), gguf.dequantize(data, kind).view(np.uint32))
+
+
+def test_integer_weights_take_little_more_memory_than_the_file() -> None:
+    for kind in STORED_TYPES.values():
+        if kind.block_size > 1:
+            data = random_blocks(Type[kind.name], 64, 512)
+            kept = integer_weight(data, INTEGER_FORMATS[kind.name.lower()]).nbytes
+            # Codes of five and six bits take whole bytes, scales of the K formats are products of four.
+            most = {"Q4_0": 1, "Q4_1": 1, "Q8_0": 1, "Q4_K": 4 / 3}.get(kind.name, 20 / 11)
+            assert data.nbytes <= kept <= most * data.nbytes
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0])
