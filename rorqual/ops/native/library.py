@@ -35,7 +35,7 @@ _ISAS: dict[str, set[str]] = {
 """Best first -> the processor flags that it needs."""
 
 _SIGNATURES: dict[str, list[type]] = {
-    "linear": [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, *[c_int64] * 4, c_int],
+    "linear": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "linear_quantized": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 5, *[c_int] * 3],
     "round_to_e4m3": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_int, c_int],
     "rms_norm": [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int],
@@ -44,6 +44,30 @@ _SIGNATURES: dict[str, list[type]] = {
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
     "attention": [c_void_p, c_int64, c_int64, *[c_void_p] * 5, *[c_int64] * 6, c_float, c_int64, c_void_p, c_int],
 }
+
+
+class Operand(ctypes.Structure):
+    """A weight as the kernels read it: `operand_t` of kernels/operand.h.
+
+    It does not keep the tensors alive that it points to: it lies beside them, in what `prepare_weight` made.
+    """
+
+    _fields_ = (
+        *((name, c_int64) for name in ("kind", "out_features", "in_features")),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("block_bytes", "bits", "group", "offset", "has_minima", "wide_scales")),
+        ("next", c_void_p),
+    )
+
+    def __init__(self, **fields: int) -> None:
+        super().__init__(**fields)
+        self.address = ctypes.addressof(self)
+        """What the kernels are given."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Operand:
+        """Itself: a tensor's copy finds that the operand is not of its own memory."""
+        return self
 
 
 class Kernels:

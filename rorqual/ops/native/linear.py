@@ -16,7 +16,7 @@ from rorqual.ops.native._quantized_linear import (
     refuse_pairs,
     unpair,
 )
-from rorqual.ops.native.library import kernels, missing
+from rorqual.ops.native.library import Operand, kernels, missing
 from rorqual.quantization import QTensor, QuantFormat
 
 _BF16 = torch.bfloat16
@@ -40,7 +40,24 @@ def prepare_weight_native(weight: torch.Tensor | QTensor) -> torch.Tensor | QTen
     if isinstance(weight, QTensor):
         return pair(weight)
     out_features, in_features = weight.shape
-    return weight.view(out_features // 16, 16, in_features // 2, 2).transpose(1, 2).contiguous()
+    packed = weight.view(out_features // 16, 16, in_features // 2, 2).transpose(1, 2).contiguous()
+    operand_of(packed)
+    return packed
+
+
+def operand_of(packed: torch.Tensor, bias: torch.Tensor | None = None) -> Operand:
+    """The operand of a plain weight that is laid out, with this bias; made once and kept with the tensor.
+
+    It is one for all calls: two threads must not multiply by the same weight with different biases at once.
+    """
+    data, found = packed.data_ptr(), packed.__dict__.get("operand")
+    if found is None or found.data != data:  # or it is of the tensor that this one was copied from
+        found = Operand(out_features=16 * packed.shape[0], in_features=2 * packed.shape[1], data=data)
+        packed.__dict__["operand"] = found
+    address = None if bias is None else bias.data_ptr()
+    if found.bias != address:
+        found.bias = address
+    return found
 
 
 def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
@@ -106,19 +123,8 @@ def linear_native(
         x = flatten_rows(x)
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, in_features = x.shape
-    out_features = weight.shape[0] * 16  # so that rows are a multiple of 32 bytes apart
+    rows, out_features = x.shape[0], weight.shape[0] * 16  # so that rows are a multiple of 32 bytes apart
     out = torch.empty(rows, out_features, dtype=_BF16)
-    found.linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        out_features,
-        rows,
-        out_features,
-        in_features,
-        torch.get_num_threads(),
-    )
+    operand = operand_of(weight, bias).address
+    found.linear(operand, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
     return out if len(outer) == 1 else out.view(*outer, out_features)

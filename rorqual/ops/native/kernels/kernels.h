@@ -20,6 +20,8 @@ typedef struct {
 #include "attention.h"
 #include "cache.h"
 #include "elementwise.h"
-#include "linear.h"
 
+#include "operand.h"
+#include "linear.h"
+#include "product.h"
 #include "quantized.h"

@@ -172,16 +172,3 @@ static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
 }
 
 #endif
-
-static void linear_share(const void *arg, int thread, int num_threads) {
-    const linear_t *a = arg;
-    const int64_t blocks = a->out_features / 16;
-    linear_blocks(a, blocks * thread / num_threads, blocks * (thread + 1) / num_threads);
-}
-
-void ISA(linear)(const bf16 *x, int64_t x_stride, const bf16 *weight, const bf16 *bias, bf16 *out, int64_t out_stride,
-                 int64_t rows, int64_t out_features, int64_t in_features, int threads) {
-    if (rows == 0) return;
-    const linear_t a = {x, x_stride, weight, bias, out, out_stride, rows, out_features, in_features};
-    rorqual_parallel(linear_share, &a, threads);
-}
