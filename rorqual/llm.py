@@ -106,7 +106,7 @@ class LLM:
         text, token_ids, salt = self._parse(prompt)
         params = sampling_params or self.default_sampling_params()
         with self._lock:
-            request_id = self.engine.add_request(token_ids, params, prompt=text, cache_salt=salt)
+            request_id = self.engine.add_request(token_ids, params, prompt=text, cache_salt=salt, streamed=True)
             self._deltas[request_id] = mine = deque[StreamDelta]()
         return Stream(self, request_id, mine, params.n)
 

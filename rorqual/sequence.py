@@ -24,6 +24,8 @@ class Sequence:
     """Prefix-cache blocks are shared only among sequences with equal salts."""
     reads_prefix_cache: bool = True
     """False recomputes the whole prompt, for requests that need the logits of every prompt token."""
+    is_streamed: bool = False
+    """Somebody reads its tokens as they come, so that steps should take about equally long."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Guessed continuation, to be verified by the next step."""
     num_computed_tokens: int = 0

@@ -19,6 +19,7 @@ from rorqual.config import EngineConfig
 from rorqual.engine.answer import Answer
 from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.model_runner import ModelRunner
+from rorqual.engine.pacing import Pacing
 from rorqual.engine.sampler import Sampler, SampleRow, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
 from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
@@ -107,6 +108,7 @@ class Engine:
             long_prefill_token_threshold=self.resolved.long_prefill_token_threshold,
         )
         self._sampler = Sampler(self.vocab_size)
+        self._pacing = Pacing()
         self._requests: dict[str, _Request] = {}
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
         self._next_id = 0
@@ -120,9 +122,12 @@ class Engine:
         *,
         prompt: str | None = None,
         cache_salt: str = "",
+        streamed: bool = False,
         on_finish: Callable[[RequestOutput], None] = lambda _output: None,
     ) -> str:
         """Queue a request and return its id; `on_finish` is called once, with the whole output.
+
+        streamed: somebody reads the tokens as they come; steps beside it then carry fewer tokens of other prompts.
 
         Raises ValueError, and changes nothing, when it can never be served: empty, ids outside the vocabulary, longer
         than the context or the cache, sampling options that this model does not have.
@@ -142,6 +147,7 @@ class Engine:
                 max_len,
                 cache_salt=cache_salt,
                 reads_prefix_cache=params.prompt_logprobs is None,
+                is_streamed=streamed,
             )
             for i in range(params.n)
         ]
@@ -225,9 +231,9 @@ class Engine:
 
     def step(self) -> list[StreamDelta]:
         """Move every running sequence on; returns what each answer gained. [] when there is nothing to do."""
-        stats = self.stats
+        stats, start = self.stats, time.perf_counter()
         with stats.stage("schedule"):
-            chunks = self.scheduler.schedule()
+            chunks = self.scheduler.schedule(self._pacing.prompt_limit)
         if not chunks:
             return []
         with stats.stage("build"):
@@ -242,6 +248,11 @@ class Engine:
         with stats.stage("update"):
             deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
         stats.num_steps += 1
+        num_decodes = sum(length == 1 for length in batch.query_lens)
+        num_prompt_tokens = sum(length for length in batch.query_lens if length > 1)
+        self._pacing.record(
+            num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, seconds=time.perf_counter() - start
+        )
         return deltas
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:

@@ -58,8 +58,11 @@ class Scheduler:
         """Queue a sequence. The caller has made sure that it fits."""
         self.waiting.append(seq)
 
-    def schedule(self) -> list[Chunk]:
-        """Choose this step's chunks and hold the blocks they will write. Single-token chunks come first."""
+    def schedule(self, prompt_limit: int | None = None) -> list[Chunk]:
+        """Choose this step's chunks and hold the blocks they will write. Single-token chunks come first.
+
+        prompt_limit: the most tokens that prompts get in a step that also moves a stream on; None sets no limit.
+        """
         chunks: dict[Sequence, Chunk] = {}
         preemptions_before = self.num_preemptions
         decoding = [seq for seq in self.running if seq.num_pending_tokens == 1]
@@ -69,9 +72,12 @@ class Scheduler:
                 seq.draft_token_ids = seq.draft_token_ids[: max(0, min(spare, seq.max_len - len(seq.token_ids) - 1))]
                 spare -= len(seq.draft_token_ids)
                 self._compute(seq, 1 + len(seq.draft_token_ids), chunks)
+        budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
+        if prompt_limit is not None and any(seq.is_streamed for seq in chunks):
+            budget = min(budget, prompt_limit)
         if self.num_preemptions == preemptions_before:  # a resumed sequence must not fight for the blocks it just lost
-            self._admit_waiting(self._tokens_left(chunks))
-        self._share_among_prompts(chunks)
+            self._admit_waiting(budget)
+        self._share_among_prompts(budget, chunks)
         return sorted(chunks.values(), key=lambda chunk: chunk.num_tokens > 1)
 
     def advance(self, chunk: Chunk, new_token_ids: SequenceOf[int]) -> None:
@@ -106,9 +112,6 @@ class Scheduler:
         for seq in self.waiting:
             assert not seq.block_tables
             assert seq.num_computed_tokens == 0
-
-    def _tokens_left(self, chunks: dict[Sequence, Chunk]) -> int:
-        return self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
 
     def _compute(self, seq: Sequence, num_tokens: int, chunks: dict[Sequence, Chunk]) -> None:
         """Schedule the next num_tokens of a sequence, preempting newer ones for blocks, or itself at last."""
@@ -176,11 +179,10 @@ class Scheduler:
     def _largest_chunk(self) -> int:
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
-    def _share_among_prompts(self, chunks: dict[Sequence, Chunk]) -> None:
+    def _share_among_prompts(self, budget: int, chunks: dict[Sequence, Chunk]) -> None:
         prompts = [seq for seq in self.running if seq not in chunks]
         if not prompts:
             return
-        budget = self._tokens_left(chunks)
         limit = self._largest_chunk()
         shares = dict.fromkeys(prompts, 0)
         # A lone prompt takes all; otherwise half is kept from the oldest, for those who need less.

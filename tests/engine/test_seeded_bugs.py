@@ -119,7 +119,13 @@ BUGS: dict[str, list[Edit]] = {
         Edit(SCHEDULER, "            self.running.remove(seq)\n            self.cache.release(seq)\n",
              "            self.running.remove(seq)\n"),
     ],
-    "budget_ignored": [Edit(SCHEDULER, "budget = self._tokens_left(chunks)", "budget = 10**6")],
+    "budget_ignored": [
+        Edit(
+            SCHEDULER,
+            "budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())",
+            "budget = 10**6",
+        )
+    ],
     "threshold_ignored": [
         Edit(SCHEDULER, "min(self.long_prefill_token_threshold or self.max_num_batched_tokens, ", "max(1, ")
     ],
