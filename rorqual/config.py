@@ -70,7 +70,12 @@ class EngineConfig(StrictModel):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """How to read weights; "dummy" makes seeded random ones at the config's full size."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of weights and activations. auto: bfloat16 where the device computes in it natively, else float32."""
+    """Dtype of weights and activations. auto: bfloat16 where the device computes in it natively or weights are
+    integers, else float32."""
+    quantization: Literal["auto", "none", "int8", "int4", "int8_weight_only", "int4_weight_only"] = "auto"
+    """Integer weights, on the CPU. auto: as the checkpoint stores them, which for GGUF means packed as in the file (not
+    with dtype float32), with products of 8-bit integers; none: GGUF becomes dtype; int8 and int4 round the matrices of
+    an unquantised checkpoint at load; _weight_only leaves the inputs of products alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if there is a usable one, else cpu."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"

@@ -39,7 +39,6 @@ NOT_OPTIONS: dict[str, str] = {
     "--dp": "this version runs one replica",
     "--enable-expert-parallel": "this version runs on one rank",
     "--ep-size": "this version runs on one rank",
-    "--quantization": "leave it out: the number format follows the checkpoint's weights",
     "--n": "the command line gives one answer per prompt; in Python, SamplingParams(n=...) gives more",
     "--logprobs": "the command line does not print them; in Python, SamplingParams(logprobs=...) returns them",
     "--prompt-logprobs": "the command line does not print them; in Python, SamplingParams(prompt_logprobs=...) does",

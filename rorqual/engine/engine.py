@@ -383,7 +383,7 @@ class Engine:
                 f"model    {self.config.model} ({self.path})",
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
                 f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
-                f"weights  {r.weight_bytes / gib:.2f} GiB{random}",
+                f"weights  {r.weight_bytes / gib:.2f} GiB{random}, {' and '.join(r.weight_formats)}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
                 f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
                 f"start    {stages}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,15 @@ from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
+from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.checkpoint import Checkpoint
+from rorqual.loader.integer_quantization import IntegerQuantization, choose_integers
+from rorqual.loader.layer import Layer
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights, wanted_tensors
 from rorqual.models.registry import build_model, read_model_config
 from rorqual.ops.registry import Op, load_backends, watch
 from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
+from rorqual.quantization.integer import IntegerFormat
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +43,10 @@ class ResolvedConfig:
 
     device: torch.device
     dtype: torch.dtype
+    quantization: IntegerQuantization | None
+    """What is kept as integers; None if nothing is."""
+    weight_formats: tuple[str, ...]
+    """Number formats of the matrices, the one with the most values first: names of dtypes and quantised formats."""
     kv_cache_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
@@ -51,6 +60,7 @@ class ResolvedConfig:
     num_parameters: int
     """Values that loading fills."""
     weight_bytes: int
+    """Memory of all weights once they are laid out."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -68,11 +78,16 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:
         hf_config = {**checkpoint.config, **config.hf_overrides}
-        self.resolved = resolve(config, hf_config)
+        self.resolved = resolve(config, hf_config, checkpoint.integer_formats)
         resolved = self.resolved
         load_backends(*_BACKENDS[resolved.device.type])
         place = Placement(
-            Mesh.single(), resolved.dtype, resolved.device, resolved.kv_cache_dtype, resolved.max_model_len
+            Mesh.single(),
+            resolved.dtype,
+            resolved.device,
+            resolved.kv_cache_dtype,
+            resolved.max_model_len,
+            quantization=resolved.quantization,
         )
         self.model = build_model(hf_config, place)
         self._load(config, checkpoint, progress=progress)
@@ -127,10 +142,16 @@ class ModelRunner:
         return self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
 
 
-def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfig:
-    """Answer every "auto". Raises ValueError, with the bytes and the flag to change, when the model cannot fit."""
+def resolve(
+    config: EngineConfig, hf_config: Mapping[str, Any], stored: Mapping[str, IntegerFormat] | None = None
+) -> ResolvedConfig:
+    """Answer every "auto". Raises ValueError, with the bytes and the flag to change, when the model cannot fit.
+
+    `stored` is a checkpoint's `integer_formats`.
+    """
     device = pick_device(config.device)
-    dtype = _pick_dtype(config.dtype, device)
+    quantization = choose_integers(config.quantization, hf_config, stored or {}, dtype=config.dtype, device=device.type)
+    dtype = _pick_dtype(config.dtype, device, integers=quantization is not None)
     kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         1024 if device.type == "cpu" else 8192, config.max_num_seqs or 0
@@ -140,11 +161,14 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
     max_model_len = config.max_model_len or trained_len
     if max_model_len > trained_len:
         _log.warning("max_model_len %d is more than the %d tokens the model was made for", max_model_len, trained_len)
-    sketch = build_model(hf_config, Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1))
+    place = Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1, quantization=quantization)
+    sketch = build_model(hf_config, place)
     assert isinstance(sketch, torch.nn.Module)
     # A tied head takes no weights of its own from the checkpoint, but may be laid out anew for its product.
     loaded = [tensor.shape for tensor in wanted_tensors(sketch).values()]
     weight_bytes = sum(p.numel() * p.element_size() for p in sketch.parameters())
+    weight_bytes += sum(layer.integer_bytes() for layer in sketch.modules() if isinstance(layer, Layer))
+    _check_integers(sketch, config.quantization, dtype)
     groups = group_layers(sketch.kv_specs)
     sizing = _Sizing(config, groups, device, weight_bytes, max_num_seqs, max_num_batched_tokens)
     num_blocks = sizing.num_blocks()
@@ -154,6 +178,8 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
     return ResolvedConfig(
         device=device,
         dtype=dtype,
+        quantization=quantization,
+        weight_formats=_weight_formats(sketch),
         kv_cache_dtype=kv_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -168,13 +194,37 @@ def resolve(config: EngineConfig, hf_config: Mapping[str, Any]) -> ResolvedConfi
     )
 
 
-def _pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        return torch.bfloat16 if native_bfloat16(device) else torch.float32
+def _pick_dtype(wanted: str, device: torch.device, *, integers: bool) -> torch.dtype:
+    if wanted == "auto":  # products of integers need no bfloat16 instructions
+        return torch.bfloat16 if integers or native_bfloat16(device) else torch.float32
     if wanted == "float16" and device.type == "cpu":
         raise ValueError("dtype 'float16' is not for the CPU, which computes it slowly: use bfloat16 or float32")
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def _weight_formats(model: torch.nn.Module) -> tuple[str, ...]:
+    """Number formats of the matrices that a model's layers hold, the one with the most values first."""
+    found: Counter[str] = Counter()
+    for layer in model.modules():
+        if isinstance(layer, StackedWeight):
+            found.update(layer.format_sizes())
+    return tuple(name for name, _ in found.most_common())
+
+
+def _check_integers(model: torch.nn.Module, wanted: str, dtype: torch.dtype) -> None:
+    """Say which matrices could not be kept as integers; an error if that is all of them and integers were asked for."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, StackedWeight)}
+    plain = [name for name, layer in layers.items() if layer.left_plain]
+    if not plain:
+        return
+    why = "their input features do not split into groups of 32, or they are merged with a matrix that is not quantised"
+    if wanted not in ("auto", "none") and not any(layer.integers for layer in layers.values()):
+        raise ValueError(
+            f"quantization {wanted!r} needs matrices with a multiple of 32 input features, and this model has none: "
+            "leave it at 'auto'"
+        )
+    _log.warning("%d matrices stay in %s, such as %s: %s", len(plain), dtype, plain[0], why)
 
 
 def _pick_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:

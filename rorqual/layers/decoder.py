@@ -17,7 +17,7 @@ from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import QKVParallelLinear, RowParallelLinear, heads_per_rank
 from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding, RotaryTables
-from rorqual.loader.quantization_config import LinearFormat, WeightQuantization
+from rorqual.loader.quantization_config import LinearFormat, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,16 @@ class Placement:
     max_model_len: int
     rotary_tables: RotaryTables = field(default_factory=RotaryTables)
     """The model's own, so that its layers share them and two models do not."""
-    quantization: WeightQuantization | None = None
-    """What the linear layers hold; `build_model` takes it from the config if it is not given here."""
+    quantization: Quantization | None = None
+    """What the layers hold; `build_model` takes it from the config if it is not given here."""
 
     def format_of(self, prefix: str, *names: str) -> LinearFormat | None:
         """The format of the linear layers `names` below `prefix`, which are one product; None if not quantised."""
         return self.quantization.of(prefix, *names) if self.quantization else None
+
+    def format_of_table(self, name: str) -> LinearFormat | None:
+        """The format of the embedding or head called `name`; None if not quantised."""
+        return self.quantization.of_table(name) if self.quantization else None
 
 
 class SelfAttention(nn.Module):
@@ -142,7 +146,12 @@ class Decoder(nn.Module):
         super().__init__()
         dtype, device = place.dtype, place.device
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, mesh=place.mesh, dtype=dtype, device=device
+            config.vocab_size,
+            config.hidden_size,
+            mesh=place.mesh,
+            dtype=dtype,
+            device=device,
+            quantization=place.format_of_table("model.embed_tokens"),
         )
         rotary = RotaryEmbedding(
             config.rope,
@@ -183,6 +192,7 @@ class CausalLM(nn.Module):
             mesh=place.mesh,
             dtype=place.dtype,
             device=place.device,
+            quantization=place.format_of_table("lm_head"),
         )
         self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
         """Checkpoint names that may repeat another tensor."""

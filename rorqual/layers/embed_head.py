@@ -6,43 +6,67 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from rorqual.distributed.mesh import Mesh
-from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
-from rorqual.ops.linear import linear, prepare_weight
+from rorqual.layers.stacked_weight import Part, StackedWeight, Weight
+from rorqual.loader.layer import WantedTensor
+from rorqual.loader.quantization_config import LinearFormat
+from rorqual.ops.linear import linear
+from rorqual.quantization.integer import IntegerWeight
 
 
-class VocabParallelEmbedding(Layer):
-    """Rows of the embedding table; each rank holds a slice of the vocabulary."""
+class _VocabParallelTable(StackedWeight):
+    """A table [vocabulary, hidden size]; each rank holds a slice of the vocabulary."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, mesh: Mesh, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
-        super().__init__()
-        self.vocab_size, self.mesh = vocab_size, mesh
-        self.rows = mesh.shard(vocab_size, what="vocab_size")
-        self.weight = weight_parameter(self.rows.stop - self.rows.start, hidden_size, dtype=dtype, device=device)
+        rows, format = mesh.shard(vocab_size, what="vocab_size"), quantization.weight if quantization else None
+        super().__init__(hidden_size, [Part(None, vocab_size, rows)], format=format, dtype=dtype, device=device)
+        self.mesh, self.rows, self.dtype, self.quantization = mesh, rows, dtype, quantization
+
+    def wanted(self, prefix: str) -> Iterator[WantedTensor]:
+        """The table."""
+        return self.wanted_parts([prefix])
+
+
+class VocabParallelEmbedding(_VocabParallelTable):
+    """Rows of the embedding table; a table of integers stays so, and the rows that are looked up are dequantised."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [num_tokens] -> [num_tokens, hidden_size]."""
         if self.mesh.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._look_up(input_ids)
         mine = (input_ids >= self.rows.start) & (input_ids < self.rows.stop)
-        found = F.embedding((input_ids - self.rows.start) * mine, self.weight)
+        found = self._look_up((input_ids - self.rows.start) * mine)
         return self.mesh.tp_all_reduce(found * mine[:, None])
 
-    def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """The table."""
+    def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        if not self.integers:
+            return F.embedding(rows, self.weight)
+        table = self.operand
+        assert isinstance(table, IntegerWeight)
+        return table.take_rows(rows).dequantize(self.dtype)
 
-        def copy(whole: torch.Tensor) -> None:
-            self.weight.copy_(whole[self.rows])
+    @property
+    def table(self) -> Weight:
+        """The table as it was loaded, which is how rows are looked up in it."""
+        return self._loaded()
 
-        yield WantedTensor(f"{prefix}.weight", (self.vocab_size, self.weight.shape[1]), copy)
+    def prepare(self) -> None:
+        """Keep the table as it is: no product reads it."""
+        self._operand = self.table
 
 
-class ParallelLMHead(VocabParallelEmbedding):
-    """Logits over the vocabulary. With `tied`, it reads that embedding's weight and wants none of its own."""
+class ParallelLMHead(_VocabParallelTable):
+    """Logits over the vocabulary. With `tied`, it reads that embedding's table and wants none of its own."""
 
     def __init__(
         self,
@@ -53,22 +77,22 @@ class ParallelLMHead(VocabParallelEmbedding):
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: LinearFormat | None = None,
     ) -> None:
-        meta = torch.device("meta")  # a tied head allocates nothing
-        super().__init__(vocab_size, hidden_size, mesh=mesh, dtype=dtype, device=meta if tied else device)
+        if tied is not None:  # it allocates nothing, and keeps what the embedding does
+            device = torch.device("meta")
+            quantization = tied.quantization
+        super().__init__(vocab_size, hidden_size, mesh=mesh, dtype=dtype, device=device, quantization=quantization)
         self._tied = [tied] if tied else []  # in a list, so that the embedding is not registered as a child twice
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size of this rank]."""
-        return linear(hidden, self.weight)
+        return linear(hidden, self.operand)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """The weight, unless it is tied."""
+        """The table, unless it is tied."""
         return iter(()) if self._tied else super().wanted(prefix)
 
-    def prepare(self) -> None:
-        """Lay the weight out for the linear kernel. A tied weight is kept as it is for the embedding too."""
-        source = self._tied[0].weight if self._tied else self.weight
-        prepared = prepare_weight(source.data)
-        assert isinstance(prepared, torch.Tensor)
-        self.weight = nn.Parameter(prepared, requires_grad=False)
+    def _loaded(self) -> Weight:
+        """The table as it was loaded; a tied one stays as it is for the embedding too."""
+        return self._tied[0].table if self._tied else super()._loaded()

@@ -7,7 +7,7 @@ from torch import nn
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ColumnParallelLinear, RowParallelLinear
-from rorqual.loader.quantization_config import WeightQuantization
+from rorqual.loader.quantization_config import Quantization
 from rorqual.ops.silu_and_mul import silu_and_mul
 
 
@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: WeightQuantization | None = None,
+        quantization: Quantization | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__()

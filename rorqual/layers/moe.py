@@ -9,11 +9,11 @@ from torch import nn
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ReplicatedLinear
-from rorqual.layers.stacked_weight import Part, StackedWeight
+from rorqual.layers.stacked_weight import Part, StackedWeight, Weight
 from rorqual.loader.layer import Layer, WantedTensor
-from rorqual.loader.quantization_config import LinearFormat, WeightQuantization
+from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
 from rorqual.ops.moe import Routing, fused_experts, route_softmax
-from rorqual.quantization import QTensor
+from rorqual.quantization import QuantFormat
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -21,7 +21,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 class Experts(Layer):
     """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size.
 
-    `quantization` is the formats of all experts; None for plain weights.
+    `quantization` is the formats of all experts, integer ones of gate, up and down of the first, then of the second and
+    so on; None for plain weights.
     """
 
     def __init__(
@@ -38,19 +39,26 @@ class Experts(Layer):
         super().__init__()
         self.mesh = mesh
         rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
-        format = quantization.weight if quantization else None
+        formats = quantization.weight if quantization else None
         half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
         self._gate_up = [
-            StackedWeight(hidden_size, [half, half], format=format, dtype=dtype, device=device)
-            for _ in range(num_experts)
+            StackedWeight(hidden_size, [half, half], format=_some(formats, 3 * e, 2), dtype=dtype, device=device)
+            for e in range(num_experts)
         ]
         self._down = [
-            StackedWeight(intermediate_size, [whole], columns=rows, format=format, dtype=dtype, device=device)
-            for _ in range(num_experts)
+            StackedWeight(
+                intermediate_size,
+                [whole],
+                columns=rows,
+                format=_some(formats, 3 * e + 2, 1),
+                dtype=dtype,
+                device=device,
+            )
+            for e in range(num_experts)
         ]
         self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
         self.activation = quantization.activation if quantization else None
-        self._operands: list[list[torch.Tensor | QTensor]] = []
+        self._operands: list[list[Weight]] = []
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""
@@ -85,7 +93,7 @@ class SparseMoE(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: WeightQuantization | None = None,
+        quantization: Quantization | None = None,
         prefix: str = "",
     ) -> None:
         super().__init__()
@@ -108,7 +116,14 @@ class SparseMoE(nn.Module):
         return out
 
 
-def _format_of_experts(quantization: WeightQuantization | None, prefix: str, num_experts: int) -> LinearFormat | None:
+def _some(formats: QuantFormat | IntegerParts | None, start: int, count: int) -> QuantFormat | IntegerParts | None:
+    """The integer formats of `count` matrices from the one at `start` on; another format is that of all."""
+    if isinstance(formats, IntegerParts):
+        return formats._replace(formats=formats.formats[start : start + count])
+    return formats
+
+
+def _format_of_experts(quantization: Quantization | None, prefix: str, num_experts: int) -> LinearFormat | None:
     if quantization is None:
         return None
     return quantization.of(prefix, *(f"{expert}.{name}" for expert in range(num_experts) for name in _PROJECTIONS))

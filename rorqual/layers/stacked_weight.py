@@ -5,14 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
+from rorqual.loader.quantization_config import IntegerParts
 from rorqual.ops.linear import prepare_weight
 from rorqual.quantization import QTensor, QuantFormat
+from rorqual.quantization.integer import IntegerFormat, IntegerStack, IntegerWeight
+
+Weight = torch.Tensor | QTensor | IntegerWeight | IntegerStack
+"""What `linear` multiplies with."""
 
 SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
 """What checkpoints call the scales beside "weight". All of them multiply, whatever the first one's name says."""
@@ -36,6 +42,9 @@ class StackedWeight(Layer):
     Where a part does not start or end on an edge of the format's blocks, all blocks of the weight become smaller
     (`format` says how small) and scales are repeated: nothing is rounded.
 
+    With integer formats nothing is allocated: every part is kept as it comes, or rounded on its way in. Where a part
+    has no such format, or its columns are not cut at edges of its groups, the whole weight is plain.
+
     It wants no tensors by itself: the layer that owns it, or is it, knows their names; see `wanted_parts`.
     """
 
@@ -45,7 +54,7 @@ class StackedWeight(Layer):
         parts: Sequence[Part],
         *,
         columns: slice | None = None,
-        format: QuantFormat | None = None,
+        format: QuantFormat | IntegerParts | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -57,9 +66,22 @@ class StackedWeight(Layer):
         for part in parts:
             starts.append(starts[-1] + part.rows.stop - part.rows.start)
         self._into = [slice(*edges) for edges in itertools.pairwise(starts)]
-        self.num_rows, self._stored, self.format = starts[-1], format, format
+        self.num_rows = starts[-1]
+        self.integers: tuple[IntegerFormat, ...] = ()
+        """Format of every part that is kept as integers: all of them or none."""
+        self._kept: list[IntegerWeight | None] = []
+        self._dynamic = self.left_plain = False
+        if isinstance(format, IntegerParts):
+            self.integers, self._dynamic = _kept_formats(format, in_features, self._columns), format.dynamic
+            self._kept, format, self.left_plain = [None] * len(self.integers), None, not self.integers
+        self._stored, self.format = format, format
         shape = (self.num_rows, self._columns.stop - self._columns.start)
-        if format is None:
+        if self.integers:
+            self._integer_bytes = sum(
+                kind.num_bytes((into.stop - into.start) * shape[1])
+                for kind, into in zip(self.integers, self._into, strict=True)
+            )
+        elif format is None:
             self.weight = weight_parameter(*shape, dtype=dtype, device=device)
         else:
             _check_columns(format, self._columns)
@@ -71,10 +93,10 @@ class StackedWeight(Layer):
             values, scales = _empty(self.format, shape, device)
             self.weight = nn.Parameter(values, requires_grad=False)
             self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
-        self._operand: torch.Tensor | QTensor | None = None
+        self._operand: Weight | None = None
 
     @property
-    def operand(self) -> torch.Tensor | QTensor:
+    def operand(self) -> Weight:
         """What `linear` takes as the weight."""
         return self._loaded() if self._operand is None else self._operand
 
@@ -84,8 +106,10 @@ class StackedWeight(Layer):
 
     def wanted_parts(self, names: Sequence[str]) -> Iterator[WantedTensor]:
         """The weight, and the scales if there are any, of every part; `names` are the parts' modules there."""
-        for name, part, into in zip(names, self._parts, self._into, strict=True):
-            if self._stored is None:
+        for i, (name, part, into) in enumerate(zip(names, self._parts, self._into, strict=True)):
+            if self.integers:
+                yield self._wanted_integers(f"{name}.weight", part, i)
+            elif self._stored is None:
                 yield self._wanted_plain(f"{name}.weight", part, into)
             else:
                 yield from self._wanted_quantized(name, part, into, self._stored)
@@ -95,6 +119,20 @@ class StackedWeight(Layer):
             self.weight[into].copy_(whole[part.rows, self._columns])
 
         return WantedTensor(name, (part.out_features, self.in_features), copy)
+
+    def _wanted_integers(self, name: str, part: Part, index: int) -> WantedTensor:
+        format, dynamic = self.integers[index], self._dynamic
+
+        def keep(whole: IntegerWeight) -> None:
+            cut = whole.slice_rows(part.rows).slice_columns(self._columns)
+            if cut.shape != whole.shape:
+                cut = IntegerWeight.cat_rows([cut])  # a copy, so that the rest can go
+            self._kept[index] = replace(cut, dynamic=dynamic)
+
+        def copy(whole: torch.Tensor) -> None:
+            self._kept[index] = IntegerWeight.quantize(whole[part.rows, self._columns], format, dynamic=dynamic)
+
+        return WantedTensor(name, (part.out_features, self.in_features), copy, format=format, keep=keep)
 
     def _wanted_quantized(self, name: str, part: Part, into: slice, stored: QuantFormat) -> Iterator[WantedTensor]:
         """Values and scales come one by one, so each is cut beside a stand-in for the other that holds nothing."""
@@ -120,12 +158,34 @@ class StackedWeight(Layer):
 
     def quantized(self) -> Iterator[tuple[str, QTensor]]:
         """The weight, if it is quantised."""
-        loaded = self._loaded()
-        if isinstance(loaded, QTensor):
+        if self.format is not None:
+            loaded = self._loaded()
+            assert isinstance(loaded, QTensor)
             yield "weight", loaded
 
-    def _loaded(self) -> torch.Tensor | QTensor:
-        """The weight as it was loaded."""
+    def integer_bytes(self) -> int:
+        """Memory of the parts that are kept as integers."""
+        return self._integer_bytes if self.integers else 0
+
+    def format_sizes(self) -> dict[str, int]:
+        """Values by the name of the number format that they are held in."""
+        width = self._columns.stop - self._columns.start
+        if not self.integers:
+            name = self.format.name if self.format else str(self.weight.dtype).removeprefix("torch.")
+            return {name: self.num_rows * width}
+        sizes = dict.fromkeys((format.name for format in self.integers), 0)
+        for format, into in zip(self.integers, self._into, strict=True):
+            sizes[format.name] += (into.stop - into.start) * width
+        return sizes
+
+    def _loaded(self) -> Weight:
+        """The weight as it was loaded; of integers, parts of one format are joined."""
+        if self.integers:
+            kept = [part for part in self._kept if part is not None]
+            assert len(kept) == len(self.integers), "not loaded"
+            runs = [list(run) for _, run in itertools.groupby(kept, key=lambda part: part.format)]
+            joined = [run[0] if len(run) == 1 else IntegerWeight.cat_rows(run) for run in runs]
+            return joined[0] if len(joined) == 1 else IntegerStack(joined)
         if self.format is None:
             return self.weight.data
         return QTensor(self.weight.data, self.weight_scale_inv.data, self.format)
@@ -133,11 +193,22 @@ class StackedWeight(Layer):
     def prepare(self) -> None:
         """Lay the weight out for the linear kernel."""
         self._operand = prepare_weight(self._loaded())
-        if isinstance(self._operand, QTensor):
+        if self.integers:
+            self._kept = [None] * len(self.integers)
+        elif isinstance(self._operand, QTensor):
             self.weight = nn.Parameter(self._operand.values, requires_grad=False)
             self.weight_scale_inv = nn.Parameter(self._operand.scales, requires_grad=False)
         else:
+            assert isinstance(self._operand, torch.Tensor)
             self.weight = nn.Parameter(self._operand, requires_grad=False)
+
+
+def _kept_formats(parts: IntegerParts, in_features: int, columns: slice) -> tuple[IntegerFormat, ...]:
+    """The formats of all parts if every one has one that can be cut there; else none."""
+    kept = tuple(format for format in parts.formats if format is not None)
+    edges = (in_features, columns.start, columns.stop)
+    fits = all(edge % format.group == 0 for format in kept for edge in edges)
+    return kept if fits and len(kept) == len(parts.formats) else ()
 
 
 def _empty(format: QuantFormat, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

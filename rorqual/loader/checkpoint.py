@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,8 @@ from rorqual.loader.json_file import read_generation_config, read_json_object
 
 if TYPE_CHECKING:
     import torch
+
+    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 
 class Checkpoint(Protocol):
@@ -23,6 +25,8 @@ class Checkpoint(Protocol):
     """As in generation_config.json; {} when there is none."""
     size_bytes: int
     """Stored bytes of all tensors."""
+    integer_formats: Mapping[str, IntegerFormat]
+    """The matrices that are stored as integers, and how."""
 
     def names(self) -> Collection[str]:
         """Every tensor's name, e.g. "model.layers.0.self_attn.q_proj.weight"."""
@@ -34,6 +38,10 @@ class Checkpoint(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the CPU in its stored dtype (quantised GGUF: as float32). May be called from several threads."""
+        ...
+
+    def load_integers(self, name: str) -> IntegerWeight:
+        """One of `integer_formats`, without loss. May be called from several threads."""
         ...
 
 
@@ -78,7 +86,7 @@ def _open_dummy(path: Path) -> Checkpoint:
     from rorqual.loader.gguf import GGUFCheckpoint
 
     opened = GGUFCheckpoint(gguf)
-    return DummyCheckpoint(opened.config, opened.generation_config, path=path)
+    return DummyCheckpoint(opened.config, opened.generation_config, path=path, integer_formats=opened.integer_formats)
 
 
 def _find_gguf(path: Path, *, must: bool) -> Path | None:

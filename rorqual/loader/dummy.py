@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rorqual.quantization import QTensor, encode_e2m1, encode_e4m3, pack_e2m1
+from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 _POOL_SIZE = 4_194_301
 """Normal values to draw from; prime, so that rows of any length start at different places."""
@@ -19,6 +20,8 @@ _POOL_SIZE = 4_194_301
 
 _SPREAD_E4M3, _SPREAD_E2M1 = 64.0, 2.0
 """Standard deviations of quantised elements before their scale: e4m3 ends at 448, seven of them, e2m1 at 6, three."""
+_SPREAD_LEVELS = 6.0
+"""Standard deviations that the levels of an integer code cover."""
 
 
 class DummyCheckpoint:
@@ -26,8 +29,17 @@ class DummyCheckpoint:
 
     size_bytes = 0
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None = None, *, path: Path) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        generation_config: dict[str, Any] | None = None,
+        *,
+        path: Path,
+        integer_formats: Mapping[str, IntegerFormat] | None = None,
+    ) -> None:
         self.path, self.config, self.generation_config = path, config, generation_config or {}
+        self.integer_formats: Mapping[str, IntegerFormat] = integer_formats or {}
+        """Of the file that the config is from: the made-up weights have them too."""
 
     def names(self) -> Collection[str]:
         """Nothing."""
@@ -38,6 +50,10 @@ class DummyCheckpoint:
         raise KeyError(name)
 
     def load(self, name: str) -> torch.Tensor:
+        """Never answers: there are no tensors."""
+        raise KeyError(name)
+
+    def load_integers(self, name: str) -> IntegerWeight:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 
@@ -81,6 +97,20 @@ def fill_dummy_quantized(weight: QTensor, name: str, *, seed: int = 0) -> None:
         weight.scales.copy_(torch.full_like(weight.scales, scale, dtype=torch.float32))
 
 
+def dummy_integers(shape: tuple[int, int], format: IntegerFormat, name: str, *, seed: int = 0) -> IntegerWeight:
+    """A matrix of integers as `fill_dummy` would make it: codes from a pool that spread over all that the format has,
+    and one scale, so that the standard deviation is 1 / sqrt(columns)."""
+    levels = _levels(format)
+    spread, middle = levels / _SPREAD_LEVELS, float(format.offset) or (levels - 1) / 2
+    codes = torch.empty(shape[0], shape[1] * format.bits // 8, dtype=torch.uint8)
+    for piece, found in _stretches(codes.view(-1), _integer_pool(seed, levels, middle, format.bits), name, seed):
+        piece.copy_(found)
+    scale = max(1, shape[1]) ** -0.5 / spread
+    scales = torch.full((shape[0], shape[1] // format.group), scale, dtype=format.scale_dtype)
+    minima = (scales.float() * -middle).to(format.scale_dtype) if format.has_minima else None
+    return IntegerWeight(codes, scales, minima, format)
+
+
 def _stretches(
     flat: torch.Tensor, pool: torch.Tensor, name: str, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,3 +137,16 @@ def _code_pool(device: torch.device, seed: int, element: str) -> tuple[torch.Ten
         return encode_e4m3(pool * _SPREAD_E4M3).view(torch.uint8).to(device), _SPREAD_E4M3
     codes = pack_e2m1(encode_e2m1(pool[:-1] * _SPREAD_E2M1))
     return codes.view(torch.uint8).to(device), _SPREAD_E2M1
+
+
+def _levels(format: IntegerFormat) -> int:
+    """How many codes a format uses, which may be fewer than its bits hold: its name says so."""
+    return 1 << int(format.name[1])
+
+
+@lru_cache(maxsize=4)
+def _integer_pool(seed: int, levels: int, middle: float, bits: int) -> torch.Tensor:
+    """Normal values as codes, uint8: one per byte, or two."""
+    codes = (_pool(torch.device("cpu"), seed) * (levels / _SPREAD_LEVELS) + middle).round_().clamp_(0, levels - 1)
+    codes = codes.to(torch.uint8)
+    return codes if bits == 8 else codes[:-1:2] | codes[1::2] << 4

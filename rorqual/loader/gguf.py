@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ import torch
 from rorqual.loader.gguf_config import ROPE_FACTORS, generation_config, synthesise_config
 from rorqual.loader.gguf_dequantize import dequantize
 from rorqual.loader.gguf_file import GGUFFile, StoredType, TensorInfo, read_metadata
+from rorqual.quantization.gguf_blocks import integer_weight
+from rorqual.quantization.integer import INTEGER_FORMATS, IntegerFormat, IntegerWeight
 
 __all__ = ["GGUFCheckpoint", "RawTensor", "read_metadata"]
 
@@ -82,6 +84,11 @@ class GGUFCheckpoint:
             if info.name != ROPE_FACTORS
             for name, source in self._places(file, info)
         }
+        self.integer_formats: Mapping[str, IntegerFormat] = {
+            name: INTEGER_FORMATS[source.info.type.name.lower()]
+            for name, source in self._sources.items()
+            if source.info.type.block_size > 1 and len(self.shape(name)) == 2
+        }
 
     def names(self) -> Collection[str]:
         """Every tensor's Hugging Face name; one that has none keeps its GGUF name."""
@@ -101,6 +108,10 @@ class GGUFCheckpoint:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[raw.type.name]
             values = torch.from_numpy(raw.data.reshape(-1)).view(dtype)
         return values.view(raw.shape)
+
+    def load_integers(self, name: str) -> IntegerWeight:
+        """One of `integer_formats` on the CPU, without loss."""
+        return integer_weight(self.raw(name).data, self.integer_formats[name])
 
     def raw(self, name: str) -> RawTensor:
         """A tensor as stored, for a computation that reads the format itself."""

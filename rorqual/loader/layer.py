@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rorqual.quantization import QTensor
+from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 
 class WantedTensor(NamedTuple):
@@ -23,6 +24,10 @@ class WantedTensor(NamedTuple):
     that the layer cannot hold."""
     aliases: tuple[str, ...] = ()
     """Other full names that checkpoints give it; exactly one of all is there."""
+    format: IntegerFormat | None = None
+    """What the layer keeps it in, where that is integers; `copy` rounds to it."""
+    keep: Callable[[IntegerWeight], None] | None = None
+    """Takes this rank's part of the whole tensor in that format, as it is."""
 
 
 class Layer(nn.Module):
@@ -35,6 +40,10 @@ class Layer(nn.Module):
     def quantized(self) -> Iterator[tuple[str, QTensor]]:
         """(parameter name, weight) of each quantised weight, over the memory of its parameters, before `prepare`."""
         return iter(())
+
+    def integer_bytes(self) -> int:
+        """Memory of the weights that are kept as integers, which are no parameters; known before they are loaded."""
+        return 0
 
     def prepare(self) -> None:
         """Lay weights out for the kernels that read them; called once, when all are loaded."""

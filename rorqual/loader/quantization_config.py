@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from rorqual.quantization import (
     FP8_BLOCK,
@@ -17,14 +17,36 @@ from rorqual.quantization import (
     MXFP8_TILE,
     QuantFormat,
 )
+from rorqual.quantization.integer import IntegerFormat
+
+
+class IntegerParts(NamedTuple):
+    """Integer formats of the matrices that one product merges."""
+
+    formats: tuple[IntegerFormat | None, ...]
+    """None for a matrix that is not quantised."""
+    dynamic: bool
+    """Whether the product's input is rounded to integers as well."""
 
 
 class LinearFormat(NamedTuple):
     """The number formats of a quantised linear layer."""
 
-    weight: QuantFormat
+    weight: QuantFormat | IntegerParts
     activation: QuantFormat | None
-    """What its input is quantised to, row by row; None leaves the input as it is."""
+    """What its input is quantised to, row by row; None leaves the input as it is, or to integer weights."""
+
+
+class Quantization(Protocol):
+    """What a model's layers hold, by their names in the checkpoint."""
+
+    def of(self, prefix: str, *names: str) -> LinearFormat | None:
+        """The formats of the linear layers `names` below `prefix`, which are one product; None if not quantised."""
+        ...
+
+    def of_table(self, name: str) -> LinearFormat | None:
+        """The format of the embedding or head called `name`; None if it is not quantised."""
+        ...
 
 
 _FP8: Mapping[tuple[tuple[int, int], str], LinearFormat] = {
@@ -100,6 +122,10 @@ class WeightQuantization:
                 "which are one product here: list all of them in modules_to_not_convert or none"
             )
         return found[names[0]]
+
+    def of_table(self, name: str) -> LinearFormat | None:
+        """None: these checkpoints keep embedding and head as they are."""
+        return None
 
     def _of_module(self, name: str) -> LinearFormat | None:
         dotted = f".{name}."

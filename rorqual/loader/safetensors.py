@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from rorqual.loader.json_file import read_generation_config, read_json_object
 
 if TYPE_CHECKING:
     import torch
+
+    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 _log = logging.getLogger(__name__)
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -29,6 +31,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
+        self.integer_formats: Mapping[str, IntegerFormat] = {}
         self.config: dict[str, Any] = read_json_object(folder / "config.json")
         self.generation_config: dict[str, Any] = read_generation_config(folder)
         if (folder / _INDEX).exists():
@@ -54,6 +57,10 @@ class SafetensorsCheckpoint:
         """A tensor on the CPU in its stored dtype, mapped from the file where possible."""
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
+
+    def load_integers(self, name: str) -> IntegerWeight:
+        """Never answers: nothing is stored so."""
+        raise KeyError(name)
 
 
 def has_safetensors(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from rorqual.loader.checkpoint import Checkpoint
-from rorqual.loader.dummy import fill_dummy, fill_dummy_quantized
+from rorqual.loader.dummy import dummy_integers, fill_dummy, fill_dummy_quantized
 from rorqual.loader.layer import Layer, WantedTensor
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ def load_weights(
 ) -> None:
     """Fill the model from the checkpoint. `on_tensor` is told the number of values in each tensor that is done.
 
+    What a layer keeps in the integer format that the checkpoint stores goes there as it is, never as floats.
+
     Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name;
     and on the way for a tensor whose dtype or values the layer cannot hold.
     """
@@ -56,16 +59,18 @@ def load_weights(
             )
     _warn_untied(checkpoint, names, tied_tensors)
 
-    def copy(name: str, tensor: WantedTensor) -> int:
-        loaded = checkpoint.load(name)
+    def fill(name: str, tensor: WantedTensor) -> int:
         try:
-            tensor.copy(loaded)
+            if tensor.keep is not None and checkpoint.integer_formats.get(name) == tensor.format:
+                tensor.keep(checkpoint.load_integers(name))
+            else:
+                tensor.copy(checkpoint.load(name))
         except (ValueError, TypeError) as error:
             raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
-        return loaded.numel()
+        return math.prod(tensor.shape)
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for num_values in pool.map(copy, wanted.keys(), wanted.values()):
+        for num_values in pool.map(fill, wanted.keys(), wanted.values()):
             on_tensor(num_values)
 
 
@@ -80,6 +85,12 @@ def fill_with_dummy_weights(
             for filled in (weight.values, weight.scales):
                 quantized.add(filled.data_ptr())
                 on_tensor(filled.numel())
+    for tensor in wanted_tensors(model).values():
+        if tensor.keep is not None:
+            assert tensor.format is not None
+            rows, columns = tensor.shape
+            tensor.keep(dummy_integers((rows, columns), tensor.format, tensor.name, seed=seed))
+            on_tensor(rows * columns)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.data_ptr() not in quantized:
             fill_dummy(parameter.data, name, seed=seed)

@@ -71,7 +71,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 def build_model(config: Mapping[str, Any], place: Placement) -> Model:
     """The model with allocated but unfilled weights. Raises ValueError as `read_model_config` does.
 
-    Its linear layers hold what place.quantization says, or else what the config's quantization_config does.
+    Its layers hold what place.quantization says, or else what the config's quantization_config does.
     """
     module = _module(config)
     if place.quantization is None:

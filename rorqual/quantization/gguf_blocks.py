@@ -114,7 +114,8 @@ def _add_fifth_bits(bits: np.ndarray, codes: np.ndarray) -> None:
 
 def _column(values: np.ndarray) -> np.ndarray:
     """Values [n], perhaps of a packed struct, as [n, 1]."""
-    return np.ascontiguousarray(values).reshape(-1, 1)
+    column: np.ndarray = np.ascontiguousarray(values).reshape(-1, 1)
+    return column
 
 
 def _q8_0(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:

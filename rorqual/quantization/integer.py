@@ -30,6 +30,11 @@ class IntegerFormat:
     scale_dtype: torch.dtype
     """float16, or float32 where scales are products that float16 does not hold."""
 
+    def num_bytes(self, num_values: int) -> int:
+        """Memory of so many values, whole groups of them, with their scales and minima."""
+        per_group = self.scale_dtype.itemsize * (2 if self.has_minima else 1)
+        return num_values * self.bits // 8 + num_values // self.group * per_group
+
 
 Q4_0 = IntegerFormat("q4_0", 4, 32, 8, has_minima=False, scale_dtype=torch.float16)
 Q4_1 = IntegerFormat("q4_1", 4, 32, 0, has_minima=True, scale_dtype=torch.float16)
@@ -39,6 +44,9 @@ Q5_1 = IntegerFormat("q5_1", 8, 32, 0, has_minima=True, scale_dtype=torch.float1
 Q4_K = IntegerFormat("q4_k", 4, 32, 0, has_minima=True, scale_dtype=torch.float32)
 Q5_K = IntegerFormat("q5_k", 8, 32, 0, has_minima=True, scale_dtype=torch.float32)
 Q6_K = IntegerFormat("q6_k", 8, 16, 32, has_minima=False, scale_dtype=torch.float32)
+
+_PANEL = 1 << 22
+"""Values of a weight that are rounded at once, in float32."""
 
 INTEGER_FORMATS = {known.name: known for known in (Q4_0, Q4_1, Q8_0, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)}
 """Every format by GGML's name for it."""
@@ -98,6 +106,11 @@ class IntegerWeight:
         minima = None if self.minima is None else self.minima[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], minima=minima)
 
+    def take_rows(self, ids: torch.Tensor) -> IntegerWeight:
+        """The rows ids, int64 [n], as a copy."""
+        minima = None if self.minima is None else self.minima[ids]
+        return replace(self, codes=self.codes[ids], scales=self.scales[ids], minima=minima)
+
     def slice_columns(self, columns: slice) -> IntegerWeight:
         """Columns start..stop, as views. Raises ValueError where they do not begin and end with a group."""
         start, stop, _ = columns.indices(self.shape[1])
@@ -140,20 +153,71 @@ class IntegerWeight:
             raise ValueError(
                 f"format {format.name} has groups of {format.group} columns, got a weight of shape {list(weight.shape)}"
             )
-        groups = weight.float().reshape(weight.shape[0], -1, format.group)
-        if format is Q8_0:
-            low, span = torch.zeros(groups.shape[:-1]), groups.abs().amax(-1) / 127
-        else:
-            low = groups.amin(-1)
-            span = (groups.amax(-1) - low) / 15
-        scales, minima = span.half(), low.half()
-        if not bool(torch.isfinite(scales).all() & torch.isfinite(minima).all()):
-            raise ValueError(f"the weight has values that format {format.name} cannot hold (not finite, or too large)")
-        steps = scales.float()
-        inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
-        codes = ((groups - minima.float()[..., None]) * inverse[..., None]).round_()
-        codes = codes.clamp_(-127, 127).add_(format.offset) if format is Q8_0 else codes.clamp_(0, 15)
-        packed = codes.flatten(1).to(torch.uint8)
-        if format.bits == 4:
-            packed = packed[:, ::2] | packed[:, 1::2] << 4
-        return cls(packed.contiguous(), scales, minima if format.has_minima else None, format, dynamic)
+        step = max(1, _PANEL // max(1, weight.shape[1]))
+        starts = range(0, weight.shape[0], step) or (0,)
+        panels = [_rounded(weight[start : start + step], format) for start in starts]
+        codes, scales, minima = (torch.cat(kind) if len(kind) > 1 else kind[0] for kind in zip(*panels, strict=True))
+        return cls(codes, scales, minima if format.has_minima else None, format, dynamic)
+
+
+class IntegerStack(tuple[IntegerWeight, ...]):
+    """Matrices of as many columns, in different formats, whose rows follow one another: one matrix to a product."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows of all, columns]."""
+        return torch.Size((sum(part.shape[0] for part in self), self[0].shape[1]))
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def device(self) -> torch.device:
+        """Where codes and scales are."""
+        return self[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all parts in bytes."""
+        return sum(part.nbytes for part in self)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[rows, columns], as every part dequantises its own."""
+        return torch.cat([part.dequantize(dtype) for part in self])
+
+    def slice_rows(self, rows: slice) -> IntegerStack:
+        """Some rows, as views; parts without any of them are left out."""
+        start, stop, _ = rows.indices(self.shape[0])
+        found, first = [], 0
+        for part in self:
+            low, high = max(start - first, 0), min(stop - first, part.shape[0])
+            if low < high:
+                found.append(part.slice_rows(slice(low, high)))
+            first += part.shape[0]
+        return IntegerStack(found or [self[0].slice_rows(slice(0, 0))])
+
+
+def _rounded(weight: torch.Tensor, format: IntegerFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and minima of some rows."""
+    groups = weight.float().reshape(weight.shape[0], weight.shape[1] // format.group, format.group)
+    if format is Q8_0:
+        span = groups.abs().amax(-1) / 127
+        low = torch.zeros_like(span)
+    else:
+        low = groups.amin(-1)
+        span = (groups.amax(-1) - low) / 15
+    scales, minima = span.half(), low.half()
+    if not bool(torch.isfinite(scales).all() & torch.isfinite(minima).all()):
+        raise ValueError(f"the weight has values that format {format.name} cannot hold (not finite, or too large)")
+    steps = scales.float()
+    inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+    codes = (groups - minima.float()[..., None]).mul_(inverse[..., None]).round_()
+    codes = codes.clamp_(-127, 127).add_(format.offset) if format is Q8_0 else codes.clamp_(0, 15)
+    packed = codes.flatten(1).to(torch.uint8)
+    if format.bits == 4:
+        packed = packed[:, ::2] | packed[:, 1::2] << 4
+    return packed, scales, minima
