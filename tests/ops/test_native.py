@@ -116,6 +116,28 @@ def test_attention_of_a_token_is_the_same_in_any_chunk_and_company(isa, window):
 
 
 @ISAS
+@pytest.mark.parametrize("window", [None, 700])
+def test_threads_share_the_spans_of_a_long_context(isa, window):
+    """Two KV heads of one token are two tasks: more threads than tasks, and parts that are added up."""
+    before = torch.get_num_threads()
+    with using(isa):
+        case = attention_case(
+            [1, 3], [2100, 40], heads=6, kv_heads=2, head_dim=64, block_size=16, dtype=BF16, layout="own"
+        )
+        expected = paged_attention.reference(*case.args, **case.options, sliding_window=window)
+        try:
+            found = []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                found.append(paged_attention(*case.args, **case.options, sliding_window=window))
+        finally:
+            torch.set_num_threads(before)
+    torch.testing.assert_close(found[0].float(), expected.float(), rtol=2e-2, atol=1e-2)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@ISAS
 def test_attention_does_not_depend_on_the_block_size(isa):
     answers = []
     with using(isa):

@@ -1,8 +1,10 @@
 // Causal attention of a flat batch over the paged cache, without gathering it.
 //
 // A task is a KV head and up to sixteen of its query rows ("lanes"): the query heads of one token, then of the next
-// token of the same sequence, and so on. Keys pass in spans of SPAN at fixed positions and every lane sums alone, so
-// the answer for a query depends neither on the batch around it nor on how its prompt was cut.
+// token of the same sequence, and so on. Keys are cut in spans of SPAN at fixed positions; every lane sums alone, each
+// span for itself, and spans are added up in their order. So the answer for a query depends neither on the batch around
+// it, nor on how its prompt was cut, nor on which threads had which spans: where there are few tasks and long contexts,
+// threads share the spans of a task.
 
 #define SPAN 512
 #define HIDDEN (-1e30f)
@@ -21,6 +23,11 @@ typedef struct {
     int64_t group, num_tasks;
     const int64_t *first_task;  // [num_seqs + 1], of one KV head
     int64_t *next;
+    // Where threads share spans: of each task, its first part of all; parts are spans. Otherwise NULL.
+    const int64_t *first_part;  // [num_tasks + 1]
+    struct part *parts;
+    int64_t *next_task;  // like `next`, for adding parts up
+    barrier_t *barrier;
 } attention_t;
 
 typedef struct {
@@ -72,11 +79,16 @@ INLINE i32x16 lane_positions(const attention_t *a, const task_t *t) {
     return positions;
 }
 
-// The part of the running softmax that a span of keys adds: hides scores [count][16 lanes] of the keys from `first` on,
-// raises `top` to the largest and returns the factor 2^(scale (old - new top)) for what was summed before.
-INLINE f32x16 raise_top(float *scores, int64_t first, int64_t count, float scale, i32x16 positions, int64_t window,
-                        f32x16 *top) {
-    f32x16 best = *top;
+// What a span of keys gives: per lane, the largest score, the sum of the weights 2^(scale (score - largest)) and of the
+// values times them.
+typedef struct part {
+    float top[16], total[16];
+    float sums[MAX_HEAD_DIM][16];  // [head_dim][lane] with AMX, else [lane][head_dim] in the same memory
+} __attribute__((aligned(64))) part_t;
+
+// Hides scores [count][16 lanes] of the keys from `first` on where a lane does not see them; returns the largest.
+INLINE f32x16 top_of(float *scores, int64_t first, int64_t count, i32x16 positions, int64_t window) {
+    f32x16 best = splat(HIDDEN);
     // Lanes are in the order of their positions. Keys that all of them see need no mask.
     if (first + count - 1 > positions[0] || (window && first <= positions[15] - window)) {
         for (int64_t i = 0; i < count; i++) {
@@ -90,13 +102,11 @@ INLINE f32x16 raise_top(float *scores, int64_t first, int64_t count, float scale
     } else {
         for (int64_t i = 0; i < count; i++) best = max16(best, load(scores + 16 * i));
     }
-    const f32x16 kept = exp2_16((*top - best) * scale);
-    *top = best;
-    return kept;
+    return best;
 }
 
-// What a key counts: 0 where it is hidden. While a lane has seen no key at all its top is HIDDEN too and hidden keys
-// count 1: raise_top's factor is 0 once it sees one, which every lane does in the end.
+// What a key counts: 0 where it is hidden. In a span of which a lane sees no key its top is HIDDEN too and hidden keys
+// count 1: add_part's factor for such a part is 0 beside one with a key, which every lane has in the end.
 INLINE f32x16 weight_of(const float *score, f32x16 top, float scale) { return exp2_16((load(score) - top) * scale); }
 
 #ifdef USE_AMX
@@ -111,90 +121,93 @@ INLINE void attention_tiles(void) {
     _tile_loadconfig(&config);
 }
 
-static void attend(const attention_t *a, const task_t *t) {
+static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *part) {
     const int64_t dim = a->head_dim, size = a->block_size;
     const float scale = a->scale * LOG2_E;
     uint32_t query[MAX_HEAD_DIM / 2][16] __attribute__((aligned(64)));
     float scores[SPAN][16] __attribute__((aligned(64)));
     uint32_t weights[SPAN / 2][16] __attribute__((aligned(64)));
-    float sums[MAX_HEAD_DIM][16] __attribute__((aligned(64)));
     bf16 last[MAX_HEAD_DIM][16] __attribute__((aligned(64)));
     __builtin_memset(query, 0, 32 * dim);
     for (int64_t lane = 0; lane < t->lanes; lane++) {
         const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
         for (int64_t i = 0; i < dim / 2; i++) __builtin_memcpy(&query[i][lane], q + 2 * i, sizeof(uint32_t));
     }
-    const i32x16 positions = lane_positions(a, t);
     const int64_t context = a->context_lens[t->seq];
-    f32x16 top = splat(HIDDEN), total = {0};
-    int started = 0;
-    for (int64_t span = t->begin / SPAN * SPAN; span < t->end; span += SPAN) {
-        const int64_t begin = max64(span, t->begin / 16 * 16), end = min64(span + SPAN, (t->end + 15) / 16 * 16);
-        for (int64_t key = begin; key < end; key += 16) {
-            const bf16 *keys = page_of(a, a->key_cache, t, key) + key % size * dim;
-            _tile_zero(0);
-            for (int64_t i = 0; i < dim; i += 32) {
-                _tile_loadd(4, keys + i, 2 * dim);
-                _tile_loadd(5, query[i / 2], 64);
-                _tile_dpbf16ps(0, 4, 5);
-            }
-            _tile_stored(0, scores[key - begin], 64);
+    const int64_t begin = max64(span, t->begin / 16 * 16), end = min64(span + SPAN, (t->end + 15) / 16 * 16);
+    for (int64_t key = begin; key < end; key += 16) {
+        const bf16 *keys = page_of(a, a->key_cache, t, key) + key % size * dim;
+        _tile_zero(0);
+        for (int64_t i = 0; i < dim; i += 32) {
+            _tile_loadd(4, keys + i, 2 * dim);
+            _tile_loadd(5, query[i / 2], 64);
+            _tile_dpbf16ps(0, 4, 5);
         }
-        const int64_t count = end - begin;
-        const f32x16 kept = raise_top(scores[0], begin, count, scale, positions, a->window, &top);
-        total *= kept;
-        for (int64_t i = 0; i < count; i += 2) {
-            const f32x16 even = weight_of(scores[i], top, scale), odd = weight_of(scores[i + 1], top, scale);
-            total += even;
-            total += odd;
-            *(u32x16 *)weights[i / 2] = pair_bf16(even, odd);
-        }
-        if (started)
-            for (int64_t i = 0; i < dim; i++) store(sums[i], load(sums[i]) * kept);
-        else __builtin_memset(sums, 0, 64 * dim);
-        started = 1;
-        for (int64_t i = 0; i < dim; i += 64) {
-            const int tiles = (int)min64(4, (dim - i) / 16);
-            _tile_loadd(0, sums[i], 64);
-            if (tiles > 1) _tile_loadd(1, sums[i + 16], 64);
-            if (tiles > 2) _tile_loadd(2, sums[i + 32], 64);
-            if (tiles > 3) _tile_loadd(3, sums[i + 48], 64);
-            for (int64_t key = begin; key < end; key += 16) {
-                const bf16 *values = page_of(a, a->value_cache, t, key) + i * size + key % size;
-                int64_t stride = size;
-                if (key + 16 > context) {  // nobody wrote behind the context: whatever is there must not be multiplied
-                    for (int64_t d = 0; d < 16 * tiles; d++)
-                        for (int64_t j = 0; j < 16; j++) last[d][j] = key + j < context ? values[d * size + j] : 0;
-                    values = last[0];
-                    stride = 16;
-                }
-                _tile_loadd(7, weights[(key - begin) / 2], 64);
-                _tile_loadd(6, values, 2 * stride);
-                _tile_dpbf16ps(0, 6, 7);
-                if (tiles > 1) {
-                    _tile_loadd(6, values + 16 * stride, 2 * stride);
-                    _tile_dpbf16ps(1, 6, 7);
-                }
-                if (tiles > 2) {
-                    _tile_loadd(6, values + 32 * stride, 2 * stride);
-                    _tile_dpbf16ps(2, 6, 7);
-                }
-                if (tiles > 3) {
-                    _tile_loadd(6, values + 48 * stride, 2 * stride);
-                    _tile_dpbf16ps(3, 6, 7);
-                }
-            }
-            _tile_stored(0, sums[i], 64);
-            if (tiles > 1) _tile_stored(1, sums[i + 16], 64);
-            if (tiles > 2) _tile_stored(2, sums[i + 32], 64);
-            if (tiles > 3) _tile_stored(3, sums[i + 48], 64);
-        }
+        _tile_stored(0, scores[key - begin], 64);
     }
-    const f32x16 share = 1.0f / total;
-    for (int64_t i = 0; i < dim; i++) store(sums[i], load(sums[i]) * share);
+    const int64_t count = end - begin;
+    const f32x16 top = top_of(scores[0], begin, count, lane_positions(a, t), a->window);
+    f32x16 total = {0};
+    for (int64_t i = 0; i < count; i += 2) {
+        const f32x16 even = weight_of(scores[i], top, scale), odd = weight_of(scores[i + 1], top, scale);
+        total += even;
+        total += odd;
+        *(u32x16 *)weights[i / 2] = pair_bf16(even, odd);
+    }
+    store(part->top, top);
+    store(part->total, total);
+    for (int64_t i = 0; i < dim; i += 64) {
+        const int tiles = (int)min64(4, (dim - i) / 16);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t key = begin; key < end; key += 16) {
+            const bf16 *values = page_of(a, a->value_cache, t, key) + i * size + key % size;
+            int64_t stride = size;
+            if (key + 16 > context) {  // nobody wrote behind the context: whatever is there must not be multiplied
+                for (int64_t d = 0; d < 16 * tiles; d++)
+                    for (int64_t j = 0; j < 16; j++) last[d][j] = key + j < context ? values[d * size + j] : 0;
+                values = last[0];
+                stride = 16;
+            }
+            _tile_loadd(7, weights[(key - begin) / 2], 64);
+            _tile_loadd(6, values, 2 * stride);
+            _tile_dpbf16ps(0, 6, 7);
+            if (tiles > 1) {
+                _tile_loadd(6, values + 16 * stride, 2 * stride);
+                _tile_dpbf16ps(1, 6, 7);
+            }
+            if (tiles > 2) {
+                _tile_loadd(6, values + 32 * stride, 2 * stride);
+                _tile_dpbf16ps(2, 6, 7);
+            }
+            if (tiles > 3) {
+                _tile_loadd(6, values + 48 * stride, 2 * stride);
+                _tile_dpbf16ps(3, 6, 7);
+            }
+        }
+        _tile_stored(0, part->sums[i], 64);
+        if (tiles > 1) _tile_stored(1, part->sums[i + 16], 64);
+        if (tiles > 2) _tile_stored(2, part->sums[i + 32], 64);
+        if (tiles > 3) _tile_stored(3, part->sums[i + 48], 64);
+    }
+}
+
+INLINE void scale_and_add(const attention_t *a, const task_t *t, part_t *into, f32x16 kept, const part_t *part,
+                          f32x16 counted) {
+    (void)t;
+    for (int64_t i = 0; i < a->head_dim; i++)
+        store(into->sums[i], load(into->sums[i]) * kept + load(part->sums[i]) * counted);
+}
+
+static void finish(const attention_t *a, const task_t *t, part_t *part) {
+    const int64_t dim = a->head_dim;
+    const f32x16 share = 1.0f / load(part->total);
+    for (int64_t i = 0; i < dim; i++) store(part->sums[i], load(part->sums[i]) * share);
     for (int64_t lane = 0; lane < t->lanes; lane++) {
         bf16 *out = a->out + lane_offset(a, t, lane, a->heads, 1) * dim;
-        for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i][lane]);
+        for (int64_t i = 0; i < dim; i++) out[i] = narrow(part->sums[i][lane]);
     }
 }
 
@@ -203,74 +216,173 @@ static void attend(const attention_t *a, const task_t *t) {
 INLINE void attention_tiles(void) {}
 
 // The same sums with the lanes in a loop and the channels in a register.
-static void attend(const attention_t *a, const task_t *t) {
+static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *part) {
     const int64_t dim = a->head_dim, parts = dim / 16, lanes = t->lanes;
     const float scale = a->scale * LOG2_E;
     float query[16][MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[SPAN][16] __attribute__((aligned(64)));
-    float sums[16][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float *sums = part->sums[0];
     for (int64_t lane = 0; lane < lanes; lane++) {
         const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
         for (int64_t i = 0; i < dim; i += 16) {
             store(query[lane] + i, load_bf16(q + i));
-            store(sums[lane] + i, (f32x16){0});
+            store(sums + lane * dim + i, (f32x16){0});
         }
     }
-    const i32x16 positions = lane_positions(a, t);
-    f32x16 top = splat(HIDDEN), total = {0};
-    for (int64_t span = t->begin / SPAN * SPAN; span < t->end; span += SPAN) {
-        const int64_t begin = max64(span, t->begin), end = min64(span + SPAN, t->end);
-        for (int64_t key = begin; key < end; key++) {
-            const bf16 *keys = page_of(a, a->key_cache, t, key) + key % a->block_size * dim;
-            store(scores[key - begin], (f32x16){0});
-            for (int64_t lane = 0; lane < lanes; lane++) {
-                f32x16 products = {0};
-                for (int64_t i = 0; i < parts; i++) products += load_bf16(keys + 16 * i) * load(query[lane] + 16 * i);
-                scores[key - begin][lane] = sum16(products);
-            }
-        }
-        const f32x16 kept = raise_top(scores[0], begin, end - begin, scale, positions, a->window, &top);
-        total *= kept;
-        for (int64_t key = begin; key < end; key++) {
-            const f32x16 weight = weight_of(scores[key - begin], top, scale);
-            total += weight;
-            store(scores[key - begin], weight);
-        }
-        for (int64_t lane = 0; lane < lanes; lane++)
-            for (int64_t i = 0; i < dim; i += 16) store(sums[lane] + i, load(sums[lane] + i) * kept[lane]);
-        for (int64_t key = begin; key < end; key++) {
-            const bf16 *values = page_of(a, a->value_cache, t, key) + key % a->block_size * dim;
-            for (int64_t lane = 0; lane < lanes; lane++) {
-                const float weight = scores[key - begin][lane];
-                if (weight == 0.0f) continue;
-                for (int64_t i = 0; i < dim; i += 16)
-                    store(sums[lane] + i, load(sums[lane] + i) + load_bf16(values + i) * weight);
-            }
+    const int64_t begin = max64(span, t->begin), end = min64(span + SPAN, t->end);
+    for (int64_t key = begin; key < end; key++) {
+        const bf16 *keys = page_of(a, a->key_cache, t, key) + key % a->block_size * dim;
+        store(scores[key - begin], (f32x16){0});
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            f32x16 products = {0};
+            for (int64_t i = 0; i < parts; i++) products += load_bf16(keys + 16 * i) * load(query[lane] + 16 * i);
+            scores[key - begin][lane] = sum16(products);
         }
     }
-    for (int64_t lane = 0; lane < lanes; lane++) {
+    const f32x16 top = top_of(scores[0], begin, end - begin, lane_positions(a, t), a->window);
+    f32x16 total = {0};
+    for (int64_t key = begin; key < end; key++) {
+        const f32x16 weight = weight_of(scores[key - begin], top, scale);
+        total += weight;
+        store(scores[key - begin], weight);
+    }
+    store(part->top, top);
+    store(part->total, total);
+    for (int64_t key = begin; key < end; key++) {
+        const bf16 *values = page_of(a, a->value_cache, t, key) + key % a->block_size * dim;
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            const float weight = scores[key - begin][lane];
+            if (weight == 0.0f) continue;
+            float *to = sums + lane * dim;
+            for (int64_t i = 0; i < dim; i += 16) store(to + i, load(to + i) + load_bf16(values + i) * weight);
+        }
+    }
+}
+
+INLINE void scale_and_add(const attention_t *a, const task_t *t, part_t *into, f32x16 kept, const part_t *part,
+                          f32x16 counted) {
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
+        float *to = into->sums[0] + lane * a->head_dim;
+        const float *from = part->sums[0] + lane * a->head_dim;
+        for (int64_t i = 0; i < a->head_dim; i += 16)
+            store(to + i, load(to + i) * kept[lane] + load(from + i) * counted[lane]);
+    }
+}
+
+static void finish(const attention_t *a, const task_t *t, part_t *part) {
+    const int64_t dim = a->head_dim;
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
         bf16 *out = a->out + lane_offset(a, t, lane, a->heads, 1) * dim;
-        for (int64_t i = 0; i < dim; i += 16) store_bf16(out + i, load(sums[lane] + i) / total[lane]);
+        const float *sums = part->sums[0] + lane * dim;
+        for (int64_t i = 0; i < dim; i += 16) store_bf16(out + i, load(sums + i) / part->total[lane]);
     }
 }
 
 #endif
 
+// Adds the next span's part; one function, so that all who call it round alike.
+__attribute__((noinline)) static void add_part(const attention_t *a, const task_t *t, part_t *into,
+                                               const part_t *part) {
+    const float scale = a->scale * LOG2_E;
+    const f32x16 old = load(into->top), top = max16(old, load(part->top));
+    const f32x16 kept = exp2_16((old - top) * scale), counted = exp2_16((load(part->top) - top) * scale);
+    store(into->top, top);
+    store(into->total, load(into->total) * kept + load(part->total) * counted);
+    scale_and_add(a, t, into, kept, part, counted);
+}
+
+// One task, span by span.
+static void attend_alone(const attention_t *a, const task_t *t) {
+    part_t sum, part;
+    const int64_t first = t->begin / SPAN * SPAN;
+    attend(a, t, first, &sum);
+    for (int64_t span = first + SPAN; span < t->end; span += SPAN) {
+        attend(a, t, span, &part);
+        add_part(a, t, &sum, &part);
+    }
+    finish(a, t, &sum);
+}
+
+static void share_parts(const attention_t *a, int num_threads) {
+    const int64_t num_parts = a->first_part[a->num_tasks];
+    for (int64_t number; (number = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED)) < num_parts;) {
+        int64_t task = 0;
+        while (a->first_part[task + 1] <= number) task++;
+        const task_t t = find_task(a, task);
+        attend(a, &t, (t.begin / SPAN + number - a->first_part[task]) * SPAN, a->parts + number);
+    }
+    team_barrier(a->barrier, num_threads);
+    for (int64_t task; (task = __atomic_fetch_add(a->next_task, 1, __ATOMIC_RELAXED)) < a->num_tasks;) {
+        const task_t t = find_task(a, task);
+        part_t *sum = a->parts + a->first_part[task];
+        for (int64_t i = a->first_part[task] + 1; i < a->first_part[task + 1]; i++) add_part(a, &t, sum, a->parts + i);
+        finish(a, &t, sum);
+    }
+}
+
 static void attention_share(const void *arg, int thread, int num_threads) {
     const attention_t *a = arg;
     (void)thread;
-    (void)num_threads;
     attention_tiles();
-    for (;;) {
-        // Later tasks of a chunk see more keys: hand those out first, so that threads end together.
-        const int64_t taken = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
-        if (taken >= a->num_tasks) break;
-        const task_t task = find_task(a, a->num_tasks - 1 - taken);
-        attend(a, &task);
-    }
+    if (a->parts) share_parts(a, num_threads);
+    else
+        for (;;) {
+            // Later tasks of a chunk see more keys: hand those out first, so that threads end together.
+            const int64_t taken = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
+            if (taken >= a->num_tasks) break;
+            const task_t task = find_task(a, a->num_tasks - 1 - taken);
+            attend_alone(a, &task);
+        }
 #ifdef USE_AMX
     _tile_release();
 #endif
+}
+
+// What a call needs beside its arguments, to be freed by `end_attention`.
+typedef struct {
+    int64_t next, next_task, *first_task, *first_part;
+    part_t *parts;
+    barrier_t barrier;
+} attention_plan_t;
+
+// Fills in what is worked out: returns 0, or 1 where there is no memory. `plan` stays until `end_attention`.
+static int begin_attention(attention_t *a, attention_plan_t *plan, int threads) {
+    *plan = (attention_plan_t){0};
+    a->group = a->heads / a->kv_heads;
+    plan->first_task = malloc(sizeof(int64_t) * (size_t)(a->num_seqs + 1));
+    if (plan->first_task == NULL) return 1;
+    plan->first_task[0] = 0;
+    for (int64_t i = 0; i < a->num_seqs; i++) {
+        const int64_t length = a->cu_seqlens[i + 1] - a->cu_seqlens[i];
+        plan->first_task[i + 1] = plan->first_task[i] + (length * a->group + 15) / 16;
+    }
+    a->first_task = plan->first_task;
+    a->num_tasks = plan->first_task[a->num_seqs] * a->kv_heads;
+    a->next = &plan->next;
+    a->next_task = &plan->next_task;
+    a->barrier = &plan->barrier;
+    // Several times as many tasks as threads keep all of them busy until the end, and need no room for parts.
+    if (threads == 1 || a->num_tasks >= 8 * threads) return 0;
+    plan->first_part = malloc(sizeof(int64_t) * (size_t)(a->num_tasks + 1));
+    if (plan->first_part == NULL) return 1;
+    plan->first_part[0] = 0;
+    for (int64_t i = 0; i < a->num_tasks; i++) {
+        const task_t t = find_task(a, i);
+        plan->first_part[i + 1] = plan->first_part[i] + (t.end + SPAN - 1) / SPAN - t.begin / SPAN;
+    }
+    const int64_t num_parts = plan->first_part[a->num_tasks];
+    if (num_parts == a->num_tasks) return 0;
+    plan->parts = aligned_alloc(64, sizeof(part_t) * (size_t)num_parts);
+    if (plan->parts == NULL) return 1;
+    a->first_part = plan->first_part;
+    a->parts = plan->parts;
+    return 0;
+}
+
+static void end_attention(attention_plan_t *plan) {
+    free(plan->first_task);
+    free(plan->first_part);
+    free(plan->parts);
 }
 
 // Returns 0, or 1 where there is no memory for the list of tasks.
@@ -278,15 +390,7 @@ int ISA(attention)(const bf16 *query, int64_t query_token_stride, int64_t query_
                    const bf16 *value_cache, const int32_t *cu_seqlens, const int32_t *context_lens,
                    const int32_t *block_tables, int64_t max_blocks, int64_t num_seqs, int64_t heads, int64_t kv_heads,
                    int64_t head_dim, int64_t block_size, float scale, int64_t window, bf16 *out, int threads) {
-    int64_t *first_task = malloc(sizeof(int64_t) * (num_seqs + 1)), next = 0;
-    if (first_task == NULL) return 1;
-    const int64_t group = heads / kv_heads;
-    first_task[0] = 0;
-    for (int64_t i = 0; i < num_seqs; i++) {
-        const int64_t length = cu_seqlens[i + 1] - cu_seqlens[i];
-        first_task[i + 1] = first_task[i] + (length * group + 15) / 16;
-    }
-    const attention_t a = {
+    attention_t a = {
         .query = query,
         .query_token_stride = query_token_stride,
         .query_head_stride = query_head_stride,
@@ -304,12 +408,10 @@ int ISA(attention)(const bf16 *query, int64_t query_token_stride, int64_t query_
         .scale = scale,
         .window = window,
         .out = out,
-        .group = group,
-        .num_tasks = first_task[num_seqs] * kv_heads,
-        .first_task = first_task,
-        .next = &next,
     };
-    rorqual_parallel(attention_share, &a, threads);
-    free(first_task);
-    return 0;
+    attention_plan_t plan;
+    const int failed = begin_attention(&a, &plan, threads);
+    if (!failed) rorqual_parallel(attention_share, &a, threads);
+    end_attention(&plan);
+    return failed;
 }
