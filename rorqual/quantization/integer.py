@@ -94,7 +94,8 @@ class IntegerWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[rows, columns]: computed in float32 as above, product first, and rounded once to dtype."""
-        values = self.integers().float().sub_(self.format.offset).view(self.shape[0], -1, self.format.group)
+        (rows, columns), group = self.shape, self.format.group
+        values = self.integers().float().sub_(self.format.offset).view(rows, columns // group, group)
         values.mul_(self.scales.float()[..., None])
         if self.minima is not None:
             values.add_(self.minima.float()[..., None])
