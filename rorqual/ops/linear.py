@@ -1,7 +1,8 @@
 """Matrix products with plain or quantised weights, into outputs whose rows start on 32-byte boundaries.
 
-Which product runs is decided by the weight itself: a Tensor or a QTensor. Weights are laid out once, at load time, for
-the implementation that will read them (`prepare_weight`); `unpack_weight` takes that back.
+Which product runs is decided by the weight itself: a Tensor, a QTensor, or integers (an IntegerWeight, or several of
+them as an IntegerStack). Weights are laid out once, at load time, for the implementation that will read them
+(`prepare_weight`); `unpack_weight` takes that back.
 
 Source of the output contract: DeepInfer 0.1.0's ReplicatedLinear.
 """
@@ -13,8 +14,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from rorqual.ops._integer_product import INPUT_GROUP, multiply_integers
 from rorqual.ops.registry import op
 from rorqual.quantization import QTensor, QuantFormat
+from rorqual.quantization.integer import IntegerStack, IntegerWeight
+
+Weight = torch.Tensor | QTensor | IntegerWeight | IntegerStack
+"""What `linear` multiplies with: [out_features, in_features]."""
 
 ALIGNMENT = 32
 """Bytes of which the distance between two output rows is a multiple: bulk copies and vector stores need it."""
@@ -26,7 +32,7 @@ _PANEL = 1 << 22
 @op
 def linear(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -37,10 +43,13 @@ def linear(
 
     y[m, n] = sum over blocks b of scale_x[m, b] * scale_w[n, b] * (sum over k in b of x[m, k] * w[n, k])
 
+    Integers that are `dynamic` round x to integers as well; `_integer_product` says how, and in which order the sums
+    are. Others are dequantised to x's dtype, each number rounded once.
+
     Args:
         x: [..., in_features], one dimension or more, any strides: a Tensor, of the weight's dtype if that is a Tensor
-            too; or a QTensor, as `rms_norm` makes it.
-        weight: [out_features, in_features], a Tensor or a QTensor, or what `prepare_weight` made of one.
+            too; or, beside a Tensor or a QTensor, a QTensor, as `rms_norm` makes it.
+        weight: [out_features, in_features], or what `prepare_weight` made of it.
         bias: [out_features], floating; added after the product, beside quantised weights and out_acc too.
         activation: beside a quantised weight, the format that x is quantised to first, row by row; an x that is a
             QTensor must have it already. None: x is multiplied as it is with the dequantised weight.
@@ -61,7 +70,10 @@ def linear(
     if out_acc is not None:
         check_out_acc(out_acc, shape, dtype, x.device)
     out = allocate_output(shape, dtype, x.device) if out_acc is None else out_acc
-    if isinstance(weight, QTensor) or isinstance(x, QTensor):
+    if isinstance(weight, IntegerWeight | IntegerStack):
+        assert isinstance(x, torch.Tensor)
+        _multiply_integers(flatten_rows(x), weight, bias, flatten_output(out), accumulate=out_acc is not None)
+    elif isinstance(weight, QTensor) or isinstance(x, QTensor):
         _multiply_dequantised(x, weight, bias, activation, flatten_output(out), accumulate=out_acc is not None)
     else:
         _multiply(flatten_rows(x), weight, bias, flatten_output(out), accumulate=out_acc is not None)
@@ -69,28 +81,33 @@ def linear(
 
 
 @op
-def prepare_weight(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def prepare_weight(weight: Weight) -> Weight:
     """Lay a weight [out_features, in_features] out for `linear` on its device; once, at load time.
 
-    The original is not needed afterwards. A Tensor becomes a Tensor and a QTensor a QTensor (perhaps a subclass that
-    carries more); only `linear` and `unpack_weight` know what it holds.
+    The original is not needed afterwards. A Tensor becomes a Tensor, a QTensor a QTensor and integers an IntegerStack
+    (perhaps a subclass that carries more); only `linear` and `unpack_weight` know what it holds.
     """
     return weight
 
 
 @op
-def unpack_weight(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def unpack_weight(weight: Weight) -> Weight:
     """The weight that `prepare_weight` was given, equal to the last bit; a weight that is not prepared, as it is.
 
     The reference `linear` calls it, so that a prepared weight may meet any call: one that its own implementation
     refuses is slow, and not wrong. Raises TypeError for a layout whose implementation is not loaded.
     """
-    if type(weight) is QTensor or (isinstance(weight, torch.Tensor) and _is_plain(weight)):
+    if type(weight) in (QTensor, IntegerWeight, IntegerStack) or (
+        isinstance(weight, torch.Tensor) and _is_plain(weight)
+    ):
         return weight
     raise TypeError(
         f"this weight ({type(weight).__name__}) was laid out by an implementation of prepare_weight that is not loaded "
         "here: load its backend, or pass the weight as it was before"
     )
+
+
+_UNPREPARED = (QTensor, IntegerWeight, IntegerStack)
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
@@ -191,7 +208,7 @@ def _outer_dimensions_join(out: torch.Tensor) -> bool:
 
 def check_operands(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     activation: QuantFormat | None,
 ) -> None:
@@ -203,7 +220,9 @@ def check_operands(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must have the shape [{weight.shape[0]}] of the out_features, got {list(bias.shape)}")
-    if isinstance(x, QTensor):
+    if isinstance(weight, IntegerWeight | IntegerStack):
+        _check_beside_integers(x, weight, activation)
+    elif isinstance(x, QTensor):
         if activation is not None and x.format != activation:
             raise ValueError(
                 f"x is quantised as {x.format.name} and activation asks for {activation.name}: leave activation out"
@@ -215,6 +234,48 @@ def check_operands(
         raise ValueError(f"activation {activation.name} needs a quantised weight, got one in {weight.dtype}")
     elif x.dtype != weight.dtype:
         raise TypeError(f"x is {x.dtype} and the weight {weight.dtype}: convert one of them")
+
+
+def _check_beside_integers(
+    x: torch.Tensor | QTensor, weight: IntegerWeight | IntegerStack, activation: QuantFormat | None
+) -> None:
+    if isinstance(x, QTensor) or not x.is_floating_point():
+        got = x.format.name if isinstance(x, QTensor) else x.dtype
+        raise TypeError(f"x must be a floating tensor beside a weight of integers, got {got}")
+    if activation is not None:
+        raise ValueError(f"activation {activation.name} is for FP8 and FP4 weights; integers say themselves (dynamic)")
+    dynamic = any(part.dynamic for part in _integer_parts(weight))
+    if dynamic and weight.shape[1] % INPUT_GROUP:
+        raise ValueError(
+            f"x is rounded to integers in groups of {INPUT_GROUP} columns, got {weight.shape[1]}: make the weight with "
+            "dynamic=False"
+        )
+
+
+def _integer_parts(weight: IntegerWeight | IntegerStack) -> Sequence[IntegerWeight]:
+    return (weight,) if isinstance(weight, IntegerWeight) else weight
+
+
+def _multiply_integers(
+    x: torch.Tensor,
+    weight: IntegerWeight | IntegerStack,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    accumulate: bool,
+) -> None:
+    """A product with integers into out, one panel of output features after the other."""
+    step, start = max(1, _PANEL // max(1, weight.shape[1])), 0
+    for part in _integer_parts(weight):
+        for first in range(0, part.shape[0], step):
+            panel = part.slice_rows(slice(first, first + step))
+            rows = slice(start + first, start + first + panel.shape[0])
+            added = None if bias is None else bias[rows]
+            if part.dynamic:
+                _finish(multiply_integers(x, panel), added, out[:, rows], accumulate=accumulate)
+            else:
+                _multiply(x, panel.dequantize(x.dtype), added, out[:, rows], accumulate=accumulate)
+        start += part.shape[0]
 
 
 def _multiply(

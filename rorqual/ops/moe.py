@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from rorqual.ops.linear import linear
+from rorqual.ops.linear import Weight, linear
 from rorqual.ops.registry import op
 from rorqual.ops.silu_and_mul import silu_and_mul
-from rorqual.quantization import QTensor, QuantFormat
+from rorqual.quantization import QuantFormat
 
 
 class Routing(NamedTuple):
@@ -37,8 +37,8 @@ def route_softmax(router_logits: torch.Tensor, *, top_k: int, renormalize: bool)
 @op
 def fused_experts(
     x: torch.Tensor,
-    gate_up_weights: Sequence[torch.Tensor | QTensor],
-    down_weights: Sequence[torch.Tensor | QTensor],
+    gate_up_weights: Sequence[Weight],
+    down_weights: Sequence[Weight],
     routing: Routing,
     *,
     activation: QuantFormat | None = None,

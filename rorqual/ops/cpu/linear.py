@@ -10,6 +10,7 @@ import torch
 from rorqual.ops._decodable import refuse_call, refuse_decoding
 from rorqual.ops.cpu._quantized_panels import PanelWeight, panel_linear
 from rorqual.ops.linear import (
+    Weight,
     aligned_copy,
     allocate_output,
     flatten_output,
@@ -28,7 +29,9 @@ _PER_GRANULE = 16
 """bfloat16 values in 32 bytes."""
 
 
-def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
+def _refuse_prepare(weight: Weight) -> str | None:
+    if not isinstance(weight, torch.Tensor | QTensor):
+        return "has no products of integers"
     if weight.device.type != "cpu":
         return f"needs a CPU tensor, got one on {weight.device.type}"
     if isinstance(weight, torch.Tensor) and weight.dtype != _BF16:
@@ -40,31 +43,33 @@ def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
 
 
 @prepare_weight.impl("cpu", refuse=_refuse_prepare)
-def prepare_weight_cpu(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def prepare_weight_cpu(weight: Weight) -> Weight:
     """An opaque oneDNN tensor of the same shape; a quantised weight over the same memory, found fit for panels."""
     if isinstance(weight, QTensor):
         return PanelWeight(weight.values, weight.row_scales(), weight.format)
+    assert isinstance(weight, torch.Tensor)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     return packed
 
 
-def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
+def _refuse_unpack(weight: Weight) -> str | None:
     if isinstance(weight, PanelWeight) or (isinstance(weight, torch.Tensor) and weight.is_mkldnn):
         return None
     return "the weight is not packed by it"
 
 
 @unpack_weight.impl("cpu", refuse=_refuse_unpack)
-def unpack_weight_cpu(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def unpack_weight_cpu(weight: Weight) -> Weight:
     """The matrix again, as a copy; a quantised weight without one."""
     if isinstance(weight, QTensor):
         return QTensor(weight.values, weight.scales, weight.format)
+    assert isinstance(weight, torch.Tensor)
     return weight.to_dense()
 
 
 def _refuse(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -75,7 +80,7 @@ def _refuse(
         if not isinstance(weight, PanelWeight):
             return "the weight is not packed"
         return refuse_call(x, weight, bias, activation, out_dtype, out_acc)
-    if not weight.is_mkldnn:
+    if not isinstance(weight, torch.Tensor) or not weight.is_mkldnn:
         return "the weight is not packed"
     if isinstance(x, QTensor) or x.dtype is not _BF16:
         return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
@@ -87,7 +92,7 @@ def _refuse(
 @linear.impl("cpu", refuse=_refuse)
 def linear_cpu(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,

@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}
 _ISAS: dict[str, set[str]] = {
-    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
-    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "amx": _AVX512 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
     "avx512": _AVX512,
-    "avx2": {"avx2", "fma"},
+    "avx2": {"avx2", "fma", "f16c"},
     "generic": set(),
 }
 """Best first -> the processor flags that it needs."""

@@ -1,6 +1,6 @@
 """bfloat16 matrix products on CPU: for few rows at the speed of memory, for many with what the processor has.
 
-Weights are bfloat16, or quantised and kept so: see `_quantized_linear`.
+Weights are bfloat16, or quantised and kept so: see `_quantized_linear` and `_integer_linear`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from rorqual.ops._decodable import refuse_call
-from rorqual.ops.linear import flatten_rows, linear, prepare_weight, unpack_weight
+from rorqual.ops.linear import Weight, flatten_rows, linear, prepare_weight, unpack_weight
+from rorqual.ops.native._integer_linear import PackedIntegers, pack, refuse_blocks, unpack
 from rorqual.ops.native._quantized_linear import (
     PairedWeight,
     multiply_quantized,
@@ -18,13 +19,16 @@ from rorqual.ops.native._quantized_linear import (
 )
 from rorqual.ops.native.library import Operand, kernels, missing
 from rorqual.quantization import QTensor, QuantFormat
+from rorqual.quantization.integer import IntegerStack, IntegerWeight
 
 _BF16 = torch.bfloat16
 
 
-def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
+def _refuse_prepare(weight: Weight) -> str | None:
     if isinstance(weight, QTensor):
         return refuse_pairs(weight)
+    if isinstance(weight, IntegerWeight | IntegerStack):
+        return refuse_blocks(weight)
     if weight.device.type != "cpu":
         return f"needs a CPU tensor, got one on {weight.device.type}"
     if weight.dtype != _BF16:
@@ -35,10 +39,12 @@ def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
 
 
 @prepare_weight.impl("native", refuse=_refuse_prepare)
-def prepare_weight_native(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def prepare_weight_native(weight: Weight) -> Weight:
     """[out_features / 16, in_features / 2, 16, 2]: pairs of input features of sixteen output features side by side."""
     if isinstance(weight, QTensor):
         return pair(weight)
+    if isinstance(weight, IntegerWeight | IntegerStack):
+        return pack(weight)
     out_features, in_features = weight.shape
     packed = weight.view(out_features // 16, 16, in_features // 2, 2).transpose(1, 2).contiguous()
     operand_of(packed)
@@ -60,24 +66,26 @@ def operand_of(packed: torch.Tensor, bias: torch.Tensor | None = None) -> Operan
     return found
 
 
-def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
-    if isinstance(weight, QTensor):
-        return None if isinstance(weight, PairedWeight) else "the weight is not laid out by it"
+def _refuse_unpack(weight: Weight) -> str | None:
+    if not isinstance(weight, torch.Tensor):
+        return None if isinstance(weight, PairedWeight | PackedIntegers) else "the weight is not laid out by it"
     return "the weight is not laid out by it" if weight.is_mkldnn or weight.dim() != 4 else None
 
 
 @unpack_weight.impl("native", refuse=_refuse_unpack)
-def unpack_weight_native(weight: torch.Tensor | QTensor) -> torch.Tensor | QTensor:
+def unpack_weight_native(weight: Weight) -> Weight:
     """The matrix again, as a copy."""
     if isinstance(weight, PairedWeight):
         return unpair(weight)
+    if isinstance(weight, PackedIntegers):
+        return unpack(weight)
     assert isinstance(weight, torch.Tensor)
     return weight.transpose(1, 2).reshape(weight.shape[0] * 16, weight.shape[1] * 2)
 
 
 def _refuse(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -88,23 +96,27 @@ def _refuse(
         if not isinstance(weight, PairedWeight):
             return "the weight is not laid out for it"
         return refuse_call(x, weight, bias, activation, out_dtype, out_acc) or missing()
-    if weight.is_mkldnn or weight.dim() != 4:
+    if isinstance(weight, PackedIntegers):
+        out_features, in_features = weight.out_features, weight.in_features
+    elif not isinstance(weight, torch.Tensor) or weight.is_mkldnn or weight.dim() != 4:
         return "the weight is not laid out for it"
+    else:
+        out_features, in_features = 16 * weight.shape[0], 2 * weight.shape[1]
     if isinstance(x, QTensor) or x.dtype is not _BF16:
         return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
-    if x.shape[-1] != 2 * weight.shape[1]:
-        return f"the weight takes {2 * weight.shape[1]} features, got {x.shape[-1]}"
+    if x.shape[-1] != in_features:
+        return f"the weight takes {in_features} features, got {x.shape[-1]}"
     if out_acc is not None or activation is not None or (out_dtype is not None and out_dtype is not _BF16):
         return "makes new bfloat16 outputs of unquantised operands only"
-    if bias is not None and (bias.dtype is not _BF16 or bias.shape[0] != 16 * weight.shape[0]):
-        return f"needs a bfloat16 bias for {16 * weight.shape[0]} features, got {bias.dtype} {list(bias.shape)}"
+    if bias is not None and (bias.dtype is not _BF16 or bias.shape[0] != out_features):
+        return f"needs a bfloat16 bias for {out_features} features, got {bias.dtype} {list(bias.shape)}"
     return missing()
 
 
 @linear.impl("native", refuse=_refuse)
 def linear_native(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -117,14 +129,19 @@ def linear_native(
     if isinstance(weight, PairedWeight):
         return multiply_quantized(found, x, weight, bias, activation)
     assert isinstance(x, torch.Tensor)
-    assert isinstance(weight, torch.Tensor)
+    if isinstance(weight, PackedIntegers):
+        operand = weight.bind(bias).address
+        out_features = weight.out_features
+    else:
+        assert isinstance(weight, torch.Tensor)
+        operand = operand_of(weight, bias).address
+        out_features = weight.shape[0] * 16  # so that rows are a multiple of 32 bytes apart
     outer = x.shape[:-1]
     if len(outer) != 1:
         x = flatten_rows(x)
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, out_features = x.shape[0], weight.shape[0] * 16  # so that rows are a multiple of 32 bytes apart
+    rows = x.shape[0]
     out = torch.empty(rows, out_features, dtype=_BF16)
-    operand = operand_of(weight, bias).address
     found.linear(operand, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
     return out if len(outer) == 1 else out.view(*outer, out_features)

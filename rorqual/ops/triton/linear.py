@@ -19,6 +19,7 @@ import math
 import torch
 
 from rorqual.ops.linear import (
+    Weight,
     allocate_output,
     check_operands,
     check_out_acc,
@@ -51,26 +52,26 @@ _PANEL = 1 << 26
 """Values that are decoded at once: 128 MiB in bfloat16."""
 
 
-def _refuse_prepare(weight: torch.Tensor | QTensor) -> str | None:
+def _refuse_prepare(weight: Weight) -> str | None:
     if not isinstance(weight, QTensor):
-        return "plain weights are used as they are"
+        return "plain weights and integers are used as they are"
     return refuses(weight.values, weight.scales) or refuse_weight(weight)
 
 
 @prepare_weight.impl("triton", refuse=_refuse_prepare)
-def prepare_weight_triton(weight: torch.Tensor | QTensor) -> QTensor:
+def prepare_weight_triton(weight: Weight) -> QTensor:
     """In one of the layouts of `_prepared_weight`."""
     assert isinstance(weight, QTensor)
     arrivals(weight.device)  # so that none are made while a graph is captured
     return lay_out(weight)
 
 
-def _refuse_unpack(weight: torch.Tensor | QTensor) -> str | None:
+def _refuse_unpack(weight: Weight) -> str | None:
     return None if isinstance(weight, PreparedWeight) else "the weight is not laid out by it"
 
 
 @unpack_weight.impl("triton", refuse=_refuse_unpack)
-def unpack_weight_triton(weight: torch.Tensor | QTensor) -> QTensor:
+def unpack_weight_triton(weight: Weight) -> QTensor:
     """The weight before; values that were not moved are shared."""
     assert isinstance(weight, PreparedWeight)
     return weight.unprepared()
@@ -86,7 +87,7 @@ def _kind(weight: QTensor) -> str | None:
 
 def _refuse(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -115,7 +116,7 @@ def _refuse(
 @linear.impl("triton", refuse=_refuse)
 def linear_triton(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,

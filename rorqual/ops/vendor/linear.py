@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from rorqual.ops.linear import (
     ALIGNMENT,
+    Weight,
     allocate_output,
     check_operands,
     check_out_acc,
@@ -33,7 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _refuse(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -42,6 +43,8 @@ def _refuse(
 ) -> str | None:
     if isinstance(weight, QTensor):
         return _refuse_quantized(x, weight, bias, activation, out_dtype, out_acc)
+    if not isinstance(weight, torch.Tensor):
+        return "has no products of integers"
     if isinstance(x, QTensor):
         return f"multiplies plain inputs with plain weights, got x in {x.format.name}"
     if reason := _elsewhere(x, weight, bias, out_acc):
@@ -102,7 +105,7 @@ def _refuse_gpu() -> str | None:
 @linear.impl("vendor", refuse=_refuse)
 def linear_vendor(
     x: torch.Tensor | QTensor,
-    weight: torch.Tensor | QTensor,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     activation: QuantFormat | None = None,
@@ -115,6 +118,7 @@ def linear_vendor(
     if isinstance(weight, QTensor):
         return _multiply_blocks(x, weight, bias, activation, dtype)
     assert isinstance(x, torch.Tensor)
+    assert isinstance(weight, torch.Tensor)
     same = dtype == x.dtype and (bias is None or bias.dtype == dtype)
     if same and out_acc is None and weight.shape[0] * dtype.itemsize % ALIGNMENT == 0:
         return F.linear(x, weight, bias)

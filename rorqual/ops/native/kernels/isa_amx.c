@@ -1,5 +1,5 @@
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,amx-tile,amx-bf16,amx-int8")
 #define ISA(name) rorqual_##name##_amx
 #define USE_AMX
 #define PREFETCH_TILES 8

@@ -23,5 +23,6 @@ typedef struct {
 
 #include "operand.h"
 #include "linear.h"
-#include "product.h"
 #include "quantized.h"
+#include "integer.h"
+#include "product.h"

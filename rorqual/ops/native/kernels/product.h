@@ -1,45 +1,101 @@
 // x W^T + b with a weight of any kind: what the op `linear` calls, and what a kernel of several products is made of.
 //
-// In a parallel region: one thread calls `prepare_input`, each calls `read_rows` for its share of the rows, and, after
-// a barrier, `multiply` for its share of the output features.
+// `prepare_input` says where an input is and goes, `read_rows` fills it, `multiply` computes some output features for
+// all rows. Threads share the rows and, after a barrier, the output features; or, of an input that is worth no barrier,
+// each reads all rows into memory of its own.
 
-// An input over x; no memory is needed but x.
-INLINE input_t prepare_input(const bf16 *x, int64_t stride, int64_t rows) {
-    return (input_t){.x = x, .stride = stride, .rows = rows};
+INLINE int has_dynamic(const operand_t *w) {
+    for (; w != NULL; w = w->next)
+        if (w->kind == OPERAND_DYNAMIC) return 1;
+    return 0;
+}
+
+// Bytes of memory that an input takes beside x, for an operand of any kind.
+INLINE size_t input_bytes(int64_t rows, int64_t features) {
+    return (size_t)(rows * (features + features / INPUT_GROUP * 16));
+}
+
+// An input over x [rows][features]. `memory` may be NULL if the weight has no operand of kind OPERAND_DYNAMIC.
+INLINE input_t prepare_input(const bf16 *x, int64_t stride, int64_t rows, int64_t features, void *memory) {
+    input_t in = {.x = x, .stride = stride, .rows = rows};
+    if (memory == NULL) return in;
+    const int64_t groups = rows * (features / INPUT_GROUP);
+    in.int_sums = memory;
+    in.scales = (const float *)(in.int_sums + 2 * groups);
+    in.sums = in.scales + groups;
+    in.q = (const int8_t *)(in.sums + groups);
+    return in;
+}
+
+// Fills in some rows from x, if there is anything to fill in.
+static void read_rows(const input_t *in, int64_t features, int64_t first, int64_t last) {
+    if (in->q == NULL) return;
+    quantise_rows(in->x, in->stride, first, last, features, (int8_t *)in->q, (float *)in->scales, (float *)in->sums,
+                  (int32_t *)in->int_sums);
 }
 
 // out[:, 16 first .. 16 last], where features count through all chained operands, of all rows.
 static void multiply(const operand_t *w, const input_t *in, bf16 *out, int64_t out_stride, int64_t first,
                      int64_t last) {
-    for (int64_t start = 0; w != NULL; w = w->next) {
-        const int64_t blocks = w->out_features / 16, left = max64(first - start, 0),
-                      right = min64(last - start, blocks);
-        if (left < right) {
-            const linear_t part = {in->x,      in->stride, w->data,         w->bias,       out + 16 * start,
+    for (; w != NULL && last > 0; w = w->next) {
+        const int64_t blocks = w->out_features / 16, left = max64(first, 0), right = min64(last, blocks);
+        if (left < right && w->kind == OPERAND_DYNAMIC) {
+            integer_blocks(w, in, out, out_stride, left, right);
+        } else if (left < right && w->kind == OPERAND_WEIGHT_ONLY) {
+            decoded_blocks(w, in, out, out_stride, left, right);
+        } else if (left < right) {
+            const linear_t part = {in->x,      in->stride, w->data,         w->bias,       out,
                                    out_stride, in->rows,   w->out_features, w->in_features};
             linear_blocks(&part, left, right);
         }
-        start += blocks;
+        out += w->out_features;
+        first -= blocks;
+        last -= blocks;
     }
 }
+
+// Values of an input that each thread rather rounds by itself.
+#define SHARED_INPUT 8192
 
 typedef struct {
     const operand_t *weight;
     input_t input;
     bf16 *out;
     int64_t out_features;
+    int dynamic, shared;
+    barrier_t *barrier;
 } product_t;
 
 static void product_share(const void *arg, int thread, int num_threads) {
     const product_t *a = arg;
-    const int64_t blocks = a->out_features / 16;
-    multiply(a->weight, &a->input, a->out, a->out_features, blocks * thread / num_threads,
+    const int64_t blocks = a->out_features / 16, rows = a->input.rows, features = a->weight->in_features;
+    input_t in = a->input;
+    if (a->shared) {
+        read_rows(&in, features, rows * thread / num_threads, rows * (thread + 1) / num_threads);
+        team_barrier(a->barrier, num_threads);
+    } else if (a->dynamic) {
+        in = prepare_input(in.x, in.stride, rows, features, thread_scratch(SCRATCH_INPUT, input_bytes(rows, features)));
+        read_rows(&in, features, 0, rows);
+    }
+    multiply(a->weight, &in, a->out, a->out_features, blocks * thread / num_threads,
              blocks * (thread + 1) / num_threads);
 }
 
 // out [rows][out_features of all chained operands], without gaps.
 void ISA(linear)(const operand_t *weight, const bf16 *x, int64_t x_stride, int64_t rows, bf16 *out, int threads) {
     if (rows == 0) return;
-    const product_t a = {weight, prepare_input(x, x_stride, rows), out, all_out_features(weight)};
+    const int64_t features = weight->in_features;
+    const int dynamic = has_dynamic(weight), shared = dynamic && rows * features > SHARED_INPUT;
+    void *memory = shared ? thread_scratch(SCRATCH_INPUT, input_bytes(rows, features)) : NULL;
+    barrier_t barrier = {0};
+    const product_t a = {
+        .weight = weight,
+        .input = prepare_input(x, x_stride, rows, features, memory),
+        .out = out,
+        .out_features = all_out_features(weight),
+        .dynamic = dynamic,
+        .shared = shared,
+        .barrier = &barrier,
+    };
     rorqual_parallel(product_share, &a, threads);
 }

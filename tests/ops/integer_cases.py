@@ -1,0 +1,85 @@
+"""Integer weights of every format with every code in them, and inputs of every size, for the products with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rorqual.quantization.integer import INTEGER_FORMATS, IntegerFormat, IntegerStack, IntegerWeight
+from tests.ops.values import normal
+
+ALL_FORMATS = tuple(INTEGER_FORMATS.values())
+
+
+def most_of(format: IntegerFormat) -> int:
+    """The largest code that GGML writes in a format."""
+    return {"q5_0": 31, "q5_1": 31, "q5_k": 31, "q6_k": 63}.get(format.name, 2**format.bits - 1)
+
+
+def integers_of(
+    format: IntegerFormat, rows: int, columns: int, *, dynamic: bool = True, seed: int = 0
+) -> IntegerWeight:
+    """Every code many times, beside scales of both signs and several sizes, zero and subnormal ones among them."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.arange(rows * columns).remainder(most_of(format) + 1)[torch.randperm(rows * columns, generator=draw)]
+    codes = codes.to(torch.uint8).view(rows, columns)
+    if format.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    shape = (rows, columns // format.group)
+    scales = torch.randn(shape, generator=draw) * 0.01
+    scales[::7] *= 2.0**-12
+    scales[3::11, ::2] = 0.0
+    # As many bits as GGML's have: K formats multiply float16 by integers of 6 bits, or 8.
+    scales = scales.half()
+    if format.scale_dtype == torch.float32:
+        scales = scales.float() * torch.randint(1, 64, shape, generator=draw)
+    minima = (torch.randn(shape, generator=draw) * 0.1).half().to(format.scale_dtype) if format.has_minima else None
+    return IntegerWeight(codes.contiguous(), scales, minima, format, dynamic)
+
+
+def stack_of(names: tuple[str, ...], columns: int, *, dynamic: bool = True) -> IntegerStack:
+    """Parts of 48, 64, 80, .. rows in these formats."""
+    return IntegerStack(
+        integers_of(INTEGER_FORMATS[name], 48 + 16 * i, columns, dynamic=dynamic, seed=i)
+        for i, name in enumerate(names)
+    )
+
+
+def inputs(rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 of many sizes: rows and groups of zeros, large and tiny ones, ties, single outliers."""
+    x = normal(rows, columns)
+    x *= torch.exp2(torch.arange(rows).remainder(9) * 3.0 - 12)[:, None]
+    x[1::13] = 0.0
+    x[2::13, :32] = 0.0
+    x[3::13] *= 2.0**100
+    x[4::13] *= 2.0**-100
+    x[5::13] = torch.arange(columns).remainder(32).sub(16) / 2 + 0.0  # halves, beside a largest that makes ties
+    x[5::13, ::32] = 63.5
+    x[6::13, 7] = 3000.0
+    x[7::13] = 2.0**-130
+    return x.bfloat16()
+
+
+def expected(x: torch.Tensor, weight: IntegerWeight) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64 by NumPy, and the sum of the sizes of what was added, both [num_rows, out_features]."""
+    columns, group = weight.shape[1], weight.format.group
+    codes = np.empty(tuple(weight.shape))
+    if weight.format.bits == 4:
+        codes[:, ::2], codes[:, 1::2] = weight.codes.numpy() & 15, weight.codes.numpy() >> 4
+    else:
+        codes[:] = weight.codes.numpy()
+    values = (codes - weight.format.offset) * np.repeat(weight.scales.double().numpy(), group, 1)
+    if weight.minima is not None:
+        values += np.repeat(weight.minima.double().numpy(), group, 1)
+    given = x.float().numpy()
+    if weight.dynamic:
+        groups = given.reshape(len(given), columns // 32, 32)
+        largest = np.abs(groups).max(-1, keepdims=True)
+        with np.errstate(divide="ignore", over="ignore"):
+            factor = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
+        factor[np.isinf(factor)] = 0
+        integers = np.rint(groups * factor)
+        assert np.abs(integers).max(initial=0) <= 127
+        given = (integers.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)).reshape(given.shape)
+    given = given.astype(np.float64)
+    return given @ values.T, np.abs(given) @ np.abs(values).T
