@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from rorqual.quantization.integer import INTEGER_FORMATS, IntegerFormat, IntegerStack, IntegerWeight
-from tests.ops.values import normal
+from rorqual.quantization.integer import INTEGER_FORMATS, Q4_1, Q6_K, Q8_0, IntegerFormat, IntegerStack, IntegerWeight
+from tests.ops.values import Call, normal
 
 ALL_FORMATS = tuple(INTEGER_FORMATS.values())
 
@@ -83,3 +85,24 @@ def expected(x: torch.Tensor, weight: IntegerWeight) -> tuple[np.ndarray, np.nda
         given = (integers.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)).reshape(given.shape)
     given = given.astype(np.float64)
     return given @ values.T, np.abs(given) @ np.abs(values).T
+
+
+def _looked_up(weight: torch.Tensor | IntegerWeight | IntegerStack, ids: torch.Tensor, dtype: torch.dtype) -> Call:
+    return (ids, weight), {"dtype": dtype}
+
+
+_IDS = torch.tensor([0, 47, 3, 3, 20])
+EMBEDDING_CASES: dict[str, Callable[[], Call]] = {
+    "plain": lambda: _looked_up(normal(48, 20), _IDS, torch.bfloat16),
+    "int32_ids": lambda: _looked_up(integers_of(Q8_0, 48, 96), _IDS.int(), torch.bfloat16),
+    "float32": lambda: _looked_up(integers_of(Q4_1, 48, 96), _IDS, torch.float32),
+    "stack": lambda: _looked_up(stack_of(("q4_1", "q6_k"), 96), torch.tensor([100, 47, 48, 0]), torch.bfloat16),
+    "rows_with_gaps": lambda: _looked_up(integers_of(Q4_1, 48, 96).slice_columns(slice(32, 96)), _IDS, torch.bfloat16),
+    **{
+        f"native_{kind.name}": lambda kind=kind: _looked_up(integers_of(kind, 48, 96), _IDS, torch.bfloat16)
+        for kind in ALL_FORMATS
+    },
+    "native_spread_ids": lambda: _looked_up(integers_of(Q6_K, 48, 48), torch.arange(48)[::3], torch.bfloat16),
+    "native_many": lambda: _looked_up(integers_of(Q4_1, 48, 1056), torch.arange(480) % 48, torch.bfloat16),
+    "native_none": lambda: _looked_up(integers_of(Q8_0, 48, 96), _IDS[:0], torch.bfloat16),
+}

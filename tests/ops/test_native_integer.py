@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rorqual.ops._integer_product import multiply_add, round_groups
+from rorqual.ops.embedding import embedding
 from rorqual.ops.linear import aligned_copy, linear, prepare_weight, unpack_weight
 from rorqual.ops.native._integer_linear import PackedIntegers
 from rorqual.ops.native.library import usable_isas, using
@@ -352,3 +353,28 @@ def test_without_compiled_kernels_the_reference_multiplies():
 def test_other_weights_are_refused_in_a_sentence(weight, sentence):
     assert re.search(sentence, prepare_weight.explain(weight)["native"])
     assert prepare_weight(weight) is weight
+
+
+# --- embeddings
+
+
+@pytest.mark.parametrize("ids", [[0, 48], [-1, 3], [112]])
+def test_ids_outside_the_table_are_an_error(ids):
+    given = torch.tensor(ids)
+    weight = integers_of(Q4_1, 48, 96)
+    with pytest.raises(IndexError, match="from 0 to 47, got"):
+        embedding(given, weight, dtype=BF16)
+    with pytest.raises(IndexError):
+        embedding.reference(given, weight, dtype=BF16)
+    if ids != [0, 48]:
+        with pytest.raises(IndexError, match="from 0 to 111, got"):
+            embedding(given, stack_of(("q4_1", "q6_k"), 96), dtype=BF16)
+    with pytest.raises(ValueError, match=r"\[num_tokens\] of int64 or int32, got \[1, \d\] of torch.int64"):
+        embedding(given[None], weight, dtype=BF16)
+
+
+def test_rows_of_a_weight_that_is_laid_out_are_right_too():
+    ids = torch.tensor([5, 47, 5])
+    for weight in (integers_of(Q8_0, 48, 96), stack_of(("q4_1", "q6_k"), 96)):
+        got = embedding(ids, prepare_weight(weight), dtype=BF16)
+        assert torch.equal(got, weight.dequantize()[ids].bfloat16())

@@ -104,7 +104,7 @@ REFUSED: dict[tuple[str, str], set[str]] = {
     # Compiled kernels are for bfloat16, and products and caches of certain sizes: these cases are named after them.
     **{
         (op, "native"): {case for case in CASES[op] if not case.startswith(_FOR_NATIVE)}
-        for op in ("paged_attention", "store_kvcache", "allocate_kvcache")
+        for op in ("paged_attention", "store_kvcache", "allocate_kvcache", "embedding")
     },
     **{(op, "native"): {case for case in CASES[op] if "bfloat16" not in case} for op in ("silu_and_mul",)},
     ("rotary_embedding", "native"): {case for case in CASES["rotary_embedding"] if "bfloat16" not in case}

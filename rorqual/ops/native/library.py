@@ -37,6 +37,7 @@ _ISAS: dict[str, set[str]] = {
 _SIGNATURES: dict[str, list[type]] = {
     "linear": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "linear_quantized": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 5, *[c_int] * 3],
+    "embedding": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 5, c_int, c_void_p, c_int],
     "round_to_e4m3": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_int, c_int],
     "rms_norm": [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int],
     "silu_and_mul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int],
@@ -78,6 +79,7 @@ class Kernels:
         (
             self.linear,
             self.linear_quantized,
+            self.embedding,
             self.round_to_e4m3,
             self.rms_norm,
             self.silu_and_mul,

@@ -26,3 +26,4 @@ typedef struct {
 #include "quantized.h"
 #include "integer.h"
 #include "product.h"
+#include "embedding.h"
