@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from rorqual.cache.spec import GroupLayers
-from rorqual.ops.store_kvcache import allocate_kvcache
-
-
-class LayerKV(NamedTuple):
-    """One layer's cache and the group whose block tables address it."""
-
-    group: int
-    key: torch.Tensor
-    """[num_blocks, block_size, num_kv_heads, head_dim]; the memory order is the kernels' business."""
-    value: torch.Tensor
-    """Like key."""
+from rorqual.ops.store_kvcache import LayerKV, allocate_kvcache
 
 
 class KVStorage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,13 @@ from rorqual.batch import Batch
 from rorqual.cache.spec import KVSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.distributed.mesh import Mesh
-from rorqual.layers.attention import Attention
 from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import QKVParallelLinear, RowParallelLinear, heads_per_rank
+from rorqual.layers.mlp import GatedMLP
 from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding, RotaryTables
 from rorqual.loader.quantization_config import LinearFormat, Quantization
+from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, attention_block, gated_mlp_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +101,59 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype, device=device)
         self.qk_norm = config.qk_norm
         self.rotary = rotary
-        self.attn = Attention(layer, spec, scale=config.head_dim**-0.5)
+        self.layer, self.spec = layer, spec
 
-    def forward(self, x: torch.Tensor, batch: Batch, kv: KVStorage) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape."""
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        qk, v = self.qkv_proj(x).split((num_heads + num_kv_heads, num_kv_heads), dim=1)  # [num_tokens, heads, head_dim]
-        if self.qk_norm:
-            q, k = qk.split((num_heads, num_kv_heads), dim=1)
-            q, k = self.q_norm(q), self.k_norm(k)
-            self.rotary(batch.positions, q, k, inplace=True, scratch=batch.scratch)
-        else:  # query and key heads lie side by side: together they are one tensor
-            self.rotary(batch.positions, qk, inplace=True, scratch=batch.scratch)
-            q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, batch, kv).flatten(1))
-        return out
+    def block(self, norm: RMSNorm) -> AttentionBlock:
+        """All of it, behind a norm, as one op takes it."""
+        return AttentionBlock(
+            norm=norm.norm(),
+            qkv=self.qkv_proj.product(),
+            out=self.o_proj.product(),
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            head_dim=self.qkv_proj.head_dim,
+            rotation=self.rotary.rotation(),
+            query_norm=self.q_norm.norm() if self.qk_norm else None,
+            key_norm=self.k_norm.norm() if self.qk_norm else None,
+            scale=self.qkv_proj.head_dim**-0.5,
+            sliding_window=self.spec.sliding_window,
+        )
 
 
 class DecoderLayer(nn.Module):
     """One attention and one feed-forward block, each behind a norm, with the residual carried beside."""
 
-    def __init__(self, config: DecoderConfig, place: Placement, self_attn: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, config: DecoderConfig, place: Placement, self_attn: SelfAttention, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=place.dtype, device=place.device) for _ in "12"
         )
         self.self_attn = self_attn
         self.mlp = mlp
+        self.mesh = place.mesh
+
+    @functools.cached_property
+    def _attention(self) -> AttentionBlock:
+        return self.self_attn.block(self.input_layernorm)
+
+    @functools.cached_property
+    def _gated_mlp(self) -> GatedMLPBlock | None:
+        return self.mlp.block(self.post_attention_layernorm) if isinstance(self.mlp, GatedMLP) else None
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: KVStorage
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden, residual) of [num_tokens, hidden_size] whose sum is the stream -> the same, one layer on."""
-        hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, batch, kv)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        """(hidden, residual) of [num_tokens, hidden_size] whose sum is the stream -> the same, one layer on.
+
+        The weights are laid out by now, and stay where they are.
+        """
+        hidden, residual = attention_block(hidden, residual, self._attention, batch, kv[self.self_attn.layer])
+        hidden = self.mesh.tp_all_reduce(hidden)
+        if self._gated_mlp is None:
+            hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+            return self.mlp(hidden), residual
+        hidden, residual = gated_mlp_block(hidden, residual, self._gated_mlp)
+        return self.mesh.tp_all_reduce(hidden), residual
 
 
 class Decoder(nn.Module):

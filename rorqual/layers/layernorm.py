@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
+from rorqual.ops.decoder_blocks import Norm
 from rorqual.ops.rms_norm import NormOutput, UtccpTarget, rms_norm
 from rorqual.quantization import QuantFormat, ScaleLayout
 
@@ -39,6 +40,12 @@ class RMSNorm(Layer):
         assert isinstance(out, torch.Tensor)
         assert total is not None
         return out, total
+
+    def norm(self) -> Norm:
+        """This norm, for an op of several. Raises ValueError for one with an out_scale, which such ops do not know."""
+        if self.out_scale != 1.0:
+            raise ValueError(f"a norm inside another op has no out_scale, got {self.out_scale}")
+        return Norm(self.weight, self.eps)
 
     def quantised(
         self,

@@ -16,6 +16,7 @@ from rorqual.distributed.mesh import Mesh
 from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import WantedTensor, sibling, weight_parameter
 from rorqual.loader.quantization_config import LinearFormat
+from rorqual.ops.decoder_blocks import Product
 from rorqual.ops.linear import linear
 from rorqual.quantization import QTensor
 
@@ -53,6 +54,10 @@ class _Linear(StackedWeight):
     def forward(self, x: torch.Tensor | QTensor) -> torch.Tensor:
         """x [..., in_features of this rank] -> [..., out_features of this rank], rows 32-byte aligned."""
         return linear(x, self.operand, self.bias, **self._options)
+
+    def product(self) -> Product:
+        """This rank's product, for an op of several."""
+        return Product(self.operand, self.bias, self._options)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """Weight with its scales, and bias if there is one, of every part."""
@@ -191,8 +196,11 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor | QTensor) -> torch.Tensor:
         """x [num_tokens, in_features / ranks] -> [num_tokens, out_features]; the bias is added once."""
-        bias = self.bias if self.mesh.tp_rank == 0 else None
-        return self.mesh.tp_all_reduce(linear(x, self.operand, bias, **self._options))
+        return self.mesh.tp_all_reduce(self.product()(x))
+
+    def product(self) -> Product:
+        """This rank's product, for an op of several: to be summed over the ranks."""
+        return Product(self.operand, self.bias if self.mesh.tp_rank == 0 else None, self._options)
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, mesh: Mesh) -> tuple[int, int]:

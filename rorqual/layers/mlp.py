@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from rorqual.distributed.mesh import Mesh
+from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import ColumnParallelLinear, RowParallelLinear
 from rorqual.loader.quantization_config import Quantization
+from rorqual.ops.decoder_blocks import GatedMLPBlock
 from rorqual.ops.silu_and_mul import silu_and_mul
 
 
@@ -46,6 +48,10 @@ class GatedMLP(nn.Module):
             device=device,
             quantization=quantization.of(prefix, "down_proj") if quantization else None,
         )
+
+    def block(self, norm: RMSNorm) -> GatedMLPBlock:
+        """All of it, behind a norm, as one op takes it."""
+        return GatedMLPBlock(norm.norm(), self.gate_up_proj.product(), self.down_proj.product())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""

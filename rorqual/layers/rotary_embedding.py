@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rorqual.config import did_you_mean
+from rorqual.ops.decoder_blocks import Rotation
 from rorqual.ops.rope import RotaryOutput, rotary_embedding
 
 DEFAULT_THETA = 10000.0
@@ -381,11 +382,7 @@ class RotaryEmbedding(nn.Module):
         is 1 but for YaRN and LongRoPE. `inplace` and `scratch` as in the op, which says what is returned and raised.
         Raises ValueError where the table is narrower than rotary_dim, because frequencies were left out.
         """
-        if self.cos_sin.shape[1] != self.rotary_dim:
-            raise ValueError(
-                f"the rotary table has {self.cos_sin.shape[1]} columns for {self.rotary_dim} channels: "
-                f"{' and '.join(_PRUNING)} leave frequencies out, and no layer rotates by such a table; drop them"
-            )
+        self._check_table()
         return rotary_embedding(
             query,
             positions,
@@ -397,3 +394,15 @@ class RotaryEmbedding(nn.Module):
             inplace=inplace,
             scratch=scratch,
         )
+
+    def rotation(self) -> Rotation:
+        """The table and how it is read, for an op of several. Raises ValueError as `forward` does."""
+        self._check_table()
+        return Rotation(self.cos_sin, self.interleaved, self.offset)
+
+    def _check_table(self) -> None:
+        if self.cos_sin.shape[1] != self.rotary_dim:
+            raise ValueError(
+                f"the rotary table has {self.cos_sin.shape[1]} columns for {self.rotary_dim} channels: "
+                f"{' and '.join(_PRUNING)} leave frequencies out, and no layer rotates by such a table; drop them"
+            )

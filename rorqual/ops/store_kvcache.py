@@ -21,6 +21,16 @@ class KVCache(NamedTuple):
     value: torch.Tensor
 
 
+class LayerKV(NamedTuple):
+    """One layer's cache and the group whose block tables address it."""
+
+    group: int
+    key: torch.Tensor
+    """[num_blocks, block_size, num_kv_heads, head_dim]; the memory order is the kernels' business."""
+    value: torch.Tensor
+    """Like key."""
+
+
 @op
 def allocate_kvcache(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device

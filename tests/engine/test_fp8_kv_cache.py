@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import rorqual.layers.attention
+import rorqual.ops.decoder_blocks
 from rorqual import SamplingParams
 from rorqual.config import EngineConfig
 from rorqual.ops.registry import load_backends
@@ -74,7 +74,7 @@ def logits_with(change, monkeypatch, name: str, token_ids: list[int]) -> torch.T
         store_kvcache(change(key), change(value), *caches, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(rorqual.layers.attention, "store_kvcache", store)
+        patched.setattr(rorqual.ops.decoder_blocks, "store_kvcache", store)
         return logits_by_chunks(name, token_ids, 7)
 
 

@@ -112,6 +112,8 @@ REFUSED: dict[tuple[str, str], set[str]] = {
 }
 NEEDS_BFLOAT16 = {("prepare_weight", "cpu"), ("unpack_weight", "cpu"), ("linear", "cpu")}
 OF_PREPARED_WEIGHTS = {"linear", "unpack_weight"}
+COMPOSED = {"attention_block", "gated_mlp_block"}
+"""Ops whose references are made of other ops: tests/ops/test_decoder_blocks.py is about them."""
 
 
 def device_of(backend: str) -> str:
@@ -123,7 +125,7 @@ def device_of(backend: str) -> str:
 def parameters(ops: Mapping[str, Op[..., Any]]) -> Iterator[tuple[str, str, str | None]]:
     """(op, backend, case) of every implementation; one with None where there is no case."""
     for name, op in ops.items():
-        for impl in op.impls:
+        for impl in () if name in COMPOSED else op.impls:
             variants = [f"native {isa}" for isa in usable_isas()] if impl.backend == "native" else [impl.backend]
             for backend in variants:
                 for case in CASES.get(name) or [None]:
@@ -325,7 +327,7 @@ def test_layers_with_and_without_a_window_share_a_batch(backend):
         assert_close("paged_attention", got, OPS["paged_attention"].reference(*args, **options, sliding_window=window))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [name for name in OPS if name not in COMPOSED])
 def test_reference_does_not_care_about_strides(op):
     """On every case, and on cases alike with dense arguments. Also keeps the cases of ops without kernels alive."""
     require_cases(op, next(iter(CASES.get(op, ())), None))

@@ -43,6 +43,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "silu_and_mul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int],
     "rope": [*[c_void_p, c_void_p, *[c_int64] * 3] * 2, c_void_p, c_void_p, *[c_int64] * 5, c_int, c_int],
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
+    "attention_block": [c_void_p, c_void_p, c_int64, *[c_void_p] * 4],
+    "gated_mlp_block": [*[c_void_p] * 5, c_int64, c_int],
     "attention": [c_void_p, c_int64, c_int64, *[c_void_p] * 5, *[c_int64] * 6, c_float, c_int64, c_void_p, c_int],
 }
 
@@ -85,6 +87,8 @@ class Kernels:
             self.silu_and_mul,
             self.rope,
             self.store_kvcache,
+            self.attention_block,
+            self.gated_mlp_block,
             self.attention,
         ) = (self._function(library, name, signature) for name, signature in _SIGNATURES.items())
 

@@ -27,3 +27,4 @@ typedef struct {
 #include "integer.h"
 #include "product.h"
 #include "embedding.h"
+#include "decoder_blocks.h"

@@ -1,0 +1,258 @@
+// The two halves of a decoder layer, each in one parallel region whose threads meet at barriers between its steps: what
+// the single kernels compute, to the bit, without starting and joining threads for each of them.
+
+// Made once for each layer; Python has the same fields.
+typedef struct {
+    const bf16 *norm;
+    const operand_t *qkv, *out;
+    const bf16 *query_norm, *key_norm;  // or NULL
+    const float *cos_sin;
+    bf16 *key_cache, *value_cache;
+    int64_t hidden_size, heads, kv_heads, head_dim, block_size, window;
+    int64_t rotary_width, rotary_offset, rotary_flags;
+    float eps, query_eps, key_eps, scale;
+} attention_block_t;
+
+typedef struct {
+    const bf16 *norm;
+    const operand_t *gate_up, *down;
+    int64_t hidden_size;
+    float eps;
+} gated_mlp_block_t;
+
+// A step's tokens in one cache group, made once for all of its layers.
+typedef struct {
+    const int64_t *positions, *slots;
+    const int32_t *cu_seqlens, *context_lens, *block_tables;
+    int64_t tokens, num_seqs, max_blocks, threads;
+} step_t;
+
+typedef struct {
+    rms_norm_t norm;
+    input_t normed;
+    const operand_t *weight;
+    bf16 *out;
+    int64_t out_features;
+} norm_product_t;  // norm(x + residual) times a weight
+
+// Memory for one call, handed out in order.
+typedef struct {
+    uint8_t *at;
+} room_t;
+
+static void *take(room_t *room, int64_t bytes) {
+    void *taken = room->at;
+    room->at += (bytes + 63) / 64 * 64;
+    return taken;
+}
+
+// The input of a product, with room for its integers if the weight wants them.
+static input_t take_input(const operand_t *weight, const bf16 *x, int64_t rows, room_t *room) {
+    const int64_t features = weight->in_features;
+    void *memory = has_dynamic(weight) ? take(room, (int64_t)input_bytes(rows, features)) : NULL;
+    return prepare_input(x, features, rows, features, memory);
+}
+
+// norm(x + residual) times a weight. `sum` gets x + residual, and is not touched without a residual.
+static norm_product_t norm_product(const bf16 *x, const bf16 *residual, bf16 *sum, const bf16 *norm, float eps,
+                                   const operand_t *weight, int64_t rows, int64_t size, room_t *room) {
+    bf16 *normed = take(room, 2 * rows * size);
+    const int64_t features = all_out_features(weight);
+    return (norm_product_t){
+        .norm = {x, residual, norm, normed, sum, rows, 1, size, size, 0, size, eps},
+        .normed = take_input(weight, normed, rows, room),
+        .weight = weight,
+        .out = take(room, 2 * rows * features),
+        .out_features = features,
+    };
+}
+
+INLINE void multiply_share(const operand_t *weight, const input_t *in, bf16 *out, int64_t out_features, int thread,
+                           int num_threads) {
+    const int64_t blocks = out_features / 16;
+    multiply(weight, in, out, out_features, blocks * thread / num_threads, blocks * (thread + 1) / num_threads);
+}
+
+INLINE void read_share(const operand_t *weight, const input_t *in, int thread, int num_threads) {
+    read_rows(in, weight->in_features, in->rows * thread / num_threads, in->rows * (thread + 1) / num_threads);
+}
+
+static void norm_product_share(const norm_product_t *a, barrier_t *barrier, int thread, int num_threads) {
+    rms_norm_rows(&a->norm, thread, num_threads);
+    read_share(a->weight, &a->normed, thread, num_threads);  // the rows that this thread has just written
+    team_barrier(barrier, num_threads);
+    multiply_share(a->weight, &a->normed, a->out, a->out_features, thread, num_threads);
+}
+
+// --- attention
+
+typedef struct {
+    const attention_block_t *block;
+    norm_product_t qkv;
+    rms_norm_t head_norms[2];  // of query and key heads
+    rope_t rope;
+    store_t store;
+    attention_t attention;
+    input_t attended;
+    bf16 *out;
+    barrier_t *barrier;
+} attention_run_t;
+
+static void attention_block_share(const void *arg, int thread, int num_threads) {
+    const attention_run_t *a = arg;
+    norm_product_share(&a->qkv, a->barrier, thread, num_threads);
+    team_barrier(a->barrier, num_threads);
+    if (a->block->query_norm) {
+        for (int i = 0; i < 2; i++) rms_norm_rows(&a->head_norms[i], thread, num_threads);
+        team_barrier(a->barrier, num_threads);
+    }
+    rope_tokens(&a->rope, thread, num_threads);
+    store_tokens(&a->store, thread, num_threads);  // the tokens that this thread has just rotated
+    team_barrier(a->barrier, num_threads);
+    attention_share(&a->attention, thread, num_threads);
+    team_barrier(a->barrier, num_threads);
+    const operand_t *weight = a->block->out;
+    if (a->attended.q) {
+        read_share(weight, &a->attended, thread, num_threads);
+        team_barrier(a->barrier, num_threads);
+    }
+    multiply_share(weight, &a->attended, a->out, all_out_features(weight), thread, num_threads);
+}
+
+// Returns 0, 1 where there is no memory, or 2 where a position is no row of the rotary table.
+int ISA(attention_block)(const attention_block_t *block, const step_t *step, int64_t rotary_rows, const bf16 *hidden,
+                         const bf16 *residual, bf16 *out, bf16 *sum) {
+    const int64_t tokens = step->tokens, size = block->hidden_size, dim = block->head_dim;
+    const int64_t heads = block->heads, kv_heads = block->kv_heads, row = (heads + 2 * kv_heads) * dim;
+    if (tokens == 0) return 0;
+    for (int64_t token = 0; token < tokens; token++)
+        if (step->positions[token] < 0 || step->positions[token] >= rotary_rows) return 2;
+    const int64_t bytes = 2 * tokens * (size + row + (2 * heads + kv_heads) * dim) +
+                          (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, heads * dim)) + 8 * 64;
+    room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
+    uint8_t *memory = room.at;
+    if (memory == NULL) return 1;
+    barrier_t barrier = {0};
+    attention_run_t a = {.block = block, .out = out, .barrier = &barrier};
+    a.qkv = norm_product(hidden, residual, sum, block->norm, block->eps, block->qkv, tokens, size, &room);
+    bf16 *query = a.qkv.out, *key = query + heads * dim, *value = key + kv_heads * dim;
+    int64_t query_stride = row, key_stride = row;
+    if (block->query_norm) {
+        bf16 *plain[2] = {query, key};
+        query = take(&room, 2 * tokens * heads * dim);
+        key = take(&room, 2 * tokens * kv_heads * dim);
+        query_stride = heads * dim;
+        key_stride = kv_heads * dim;
+        a.head_norms[0] = (rms_norm_t){plain[0], NULL, block->query_norm, query, NULL, tokens * heads, heads, dim, row,
+                                       dim,      0,    block->query_eps};
+        a.head_norms[1] = (rms_norm_t){
+            plain[1], NULL, block->key_norm, key, NULL, tokens * kv_heads, kv_heads, dim, row, dim, 0, block->key_eps};
+    }
+    a.rope = (rope_t){{{query, query, heads, query_stride, dim}, {key, key, kv_heads, key_stride, dim}},
+                      step->positions,
+                      block->cos_sin,
+                      tokens,
+                      block->rotary_width,
+                      block->rotary_offset,
+                      dim,
+                      (int)block->rotary_flags};
+    a.store = (store_t){
+        .key = key,
+        .value = value,
+        .key_token_stride = key_stride,
+        .key_head_stride = dim,
+        .value_token_stride = row,
+        .value_head_stride = dim,
+        .key_cache = block->key_cache,
+        .value_cache = block->value_cache,
+        .slots = step->slots,
+        .tokens = tokens,
+        .heads = kv_heads,
+        .head_dim = dim,
+        .block_size = block->block_size,
+    };
+    bf16 *attended = take(&room, 2 * tokens * heads * dim);
+    a.attention = (attention_t){
+        .query = query,
+        .query_token_stride = query_stride,
+        .query_head_stride = dim,
+        .key_cache = block->key_cache,
+        .value_cache = block->value_cache,
+        .cu_seqlens = step->cu_seqlens,
+        .context_lens = step->context_lens,
+        .block_tables = step->block_tables,
+        .max_blocks = step->max_blocks,
+        .num_seqs = step->num_seqs,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .head_dim = dim,
+        .block_size = block->block_size,
+        .scale = block->scale,
+        .window = block->window,
+        .out = attended,
+    };
+    a.attended = take_input(block->out, attended, tokens, &room);
+    attention_plan_t plan;
+    const int failed = begin_attention(&a.attention, &plan, (int)step->threads);
+    if (!failed) rorqual_parallel(attention_block_share, &a, (int)step->threads);
+    end_attention(&plan);
+    free(memory);
+    return failed;
+}
+
+// --- gated feed-forward block
+
+typedef struct {
+    const gated_mlp_block_t *block;
+    norm_product_t gate_up;
+    input_t activated;
+    bf16 *hidden, *out;  // hidden: what `activated` reads
+    barrier_t *barrier;
+} gated_mlp_run_t;
+
+// silu(gate) times up, and the integers of the result where the weight wants them: in pieces of 32 columns of one row,
+// so that threads share a single row too.
+static void activate_share(const gated_mlp_run_t *a, int thread, int num_threads) {
+    const int64_t size = a->gate_up.out_features / 2, pieces = size / 32, all = a->activated.rows * pieces;
+    for (int64_t i = all * thread / num_threads; i < all * (thread + 1) / num_threads; i++) {
+        const int64_t row = i / pieces, column = i % pieces * 32;
+        const bf16 *gate = a->gate_up.out + row * 2 * size + column, *up = gate + size;
+        bf16 *out = a->hidden + row * size + column;
+        for (int j = 0; j < 32; j += 16)
+            store_bf16(out + j, through_bf16(silu(load_bf16(gate + j))) * load_bf16(up + j));
+        const input_t *in = &a->activated;
+        if (in->q)
+            quantise_group(out, (int8_t *)in->q + 32 * i, (float *)in->scales + i, (float *)in->sums + i,
+                           (int32_t *)in->int_sums + 2 * i);
+    }
+}
+
+static void gated_mlp_block_share(const void *arg, int thread, int num_threads) {
+    const gated_mlp_run_t *a = arg;
+    norm_product_share(&a->gate_up, a->barrier, thread, num_threads);
+    team_barrier(a->barrier, num_threads);
+    activate_share(a, thread, num_threads);
+    team_barrier(a->barrier, num_threads);
+    const operand_t *down = a->block->down;
+    multiply_share(down, &a->activated, a->out, all_out_features(down), thread, num_threads);
+}
+
+// Returns 0, or 1 where there is no memory.
+int ISA(gated_mlp_block)(const gated_mlp_block_t *block, const bf16 *hidden, const bf16 *residual, bf16 *out, bf16 *sum,
+                         int64_t tokens, int threads) {
+    if (tokens == 0) return 0;
+    const int64_t size = block->hidden_size, features = all_out_features(block->gate_up);
+    const int64_t bytes = 2 * tokens * (size + features + features / 2) +
+                          (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, features / 2)) + 6 * 64;
+    room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
+    uint8_t *memory = room.at;
+    if (memory == NULL) return 1;
+    barrier_t barrier = {0};
+    gated_mlp_run_t a = {.block = block, .out = out, .barrier = &barrier};
+    a.gate_up = norm_product(hidden, residual, sum, block->norm, block->eps, block->gate_up, tokens, size, &room);
+    a.hidden = take(&room, tokens * features);
+    a.activated = take_input(block->down, a.hidden, tokens, &room);
+    rorqual_parallel(gated_mlp_block_share, &a, threads);
+    free(memory);
+    return 0;
+}
