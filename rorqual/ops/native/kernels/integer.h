@@ -35,9 +35,11 @@ INLINE float largest_size(f32x16 a, f32x16 b) {
 // Rounds 16 values of at most 127 to the nearest integers, ties to even. Returns their sum.
 INLINE int32_t round_to_int8(f32x16 v, int8_t *q) {
 #ifdef __AVX512F__
-    const __m512i rounded = _mm512_cvtps_epi32((__m512)v);
-    _mm_storeu_si128((__m128i *)q, _mm512_cvtepi32_epi8(rounded));
-    return _mm512_reduce_add_epi32(rounded);
+    const __m128i rounded = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v));
+    _mm_storeu_si128((__m128i *)q, rounded);
+    // The only sums of bytes that one instruction makes are of unsigned ones: add 128 to each of the sixteen.
+    const __m128i halves = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(halves) + _mm_extract_epi32(halves, 2) - 16 * 128;
 #else
     int32_t sum = 0;
     for (int i = 0; i < 16; i++) {
@@ -271,9 +273,8 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const
 #define MOST_ROWS 1
 #endif
 
-INLINE void integer_all_rows(const operand_t *w, const input_t *in, const uint8_t *data, const target_t *to,
+INLINE void integer_all_rows(const operand_t *w, const input_t *in, int64_t m, const uint8_t *data, const target_t *to,
                              const int bits, const int group, const int minima) {
-    int64_t m = 0;
     if (MOST_ROWS >= 8)
         for (; m + 8 <= in->rows; m += 8) integer_rows(w, in, m, 8, data, to, bits, group, minima);
     if (MOST_ROWS >= 4)
@@ -283,19 +284,21 @@ INLINE void integer_all_rows(const operand_t *w, const input_t *in, const uint8_
     for (; m < in->rows; m++) integer_rows(w, in, m, 1, data, to, bits, group, minima);
 }
 
-static void integer_block(const operand_t *w, const input_t *in, const uint8_t *data, const target_t *to) {
-    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, data, to, 4, 32, 1);
-    else if (w->bits == 4) integer_all_rows(w, in, data, to, 4, 32, 0);
-    else if (w->has_minima) integer_all_rows(w, in, data, to, 8, 32, 1);
-    else if (w->group == 32) integer_all_rows(w, in, data, to, 8, 32, 0);
-    else integer_all_rows(w, in, data, to, 8, 16, 0);
+// The rows from m on.
+static void integer_block(const operand_t *w, const input_t *in, int64_t m, const uint8_t *data, const target_t *to) {
+    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, m, data, to, 4, 32, 1);
+    else if (w->bits == 4) integer_all_rows(w, in, m, data, to, 4, 32, 0);
+    else if (w->has_minima) integer_all_rows(w, in, m, data, to, 8, 32, 1);
+    else if (w->group == 32) integer_all_rows(w, in, m, data, to, 8, 32, 0);
+    else integer_all_rows(w, in, m, data, to, 8, 16, 0);
 }
 
 #ifdef USE_AMX
 
-// Rows from which on tiles are faster.
-#define TILE_ROWS 8
-#define TILE_INPUT_BYTES (1 << 20)
+// Rows from which on tiles are faster, for groups of 32 and of 16 columns.
+#define TILE_ROWS_32 8
+#define TILE_ROWS_16 32
+#define UNPACKED_BYTES (1 << 18)
 
 // A block column of the weight: signed codes [in_features / 4][16][4], and scales and minima [groups][16].
 typedef struct {
@@ -328,49 +331,77 @@ static void unpack_integers(const operand_t *w, const uint8_t *p, const unpacked
     }
 }
 
-// Tiles 0 and 1: sums of 16 rows; 2 and 3: of the rows that are left; 4 and 5: those inputs; 6 and 7: codes.
-INLINE void configure_integer_tiles(int rest, int group) {
+// Tiles 0 to 3: sums; 4 and 5: inputs; 6 and 7: codes.
+INLINE void configure_integer_tiles(int rows, int group) {
     tile_config_t config = {.palette = 1};
-    const int rows[8] = {16, 16, rest, rest, 16, rest, group / 4, group / 4};
     for (int tile = 0; tile < 8; tile++) {
-        config.rows[tile] = rows[tile] ? rows[tile] : 1;
+        config.rows[tile] = tile < 6 ? rows : group / 4;
         config.bytes[tile] = tile == 4 || tile == 5 ? group : 64;
     }
     _tile_loadconfig(&config);
 }
 
-// Up to 16 rows by an unpacked block. The sums of minima come after those of the codes: both at once would not fit in
-// the registers.
-INLINE void tile_rows(const operand_t *w, const input_t *in, int64_t m, const int rest, int rows,
-                      const unpacked_t *block, const target_t *to, const int group) {
-    const int64_t features = w->in_features, steps = features / INPUT_GROUP, tiles = features / group;
-    const float *scales = in->scales + m * steps;
-    int32_t dots[2][16][16] __attribute__((aligned(64)));
+// Some rows' part of one array of an input [rows][groups], as [groups][16].
+INLINE void gather_rows(const float *from, int64_t groups, int rows, float *to) {
+    for (int64_t g = 0; g < groups; g++)
+        for (int i = 0; i < rows; i++) to[16 * g + i] = from[i * groups + g];
+}
+
+// What the sums of group g add to the answers of up to 16 rows.
+INLINE void scale_dots(f32x16 *sums, const int32_t (*dots)[16], const float *scales, const float *x_scales, int64_t g,
+                       const int whole, int rows, const int group) {
+    const f32x16 scale = load(scales + 16 * g);
+    const float *x = x_scales + g * group / INPUT_GROUP * 16;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        if (!whole && i >= rows) break;
+        sums[i] = multiply_add(scale * x[i], to_floats(*(const ints_t *)dots[i]), sums[i]);
+    }
+}
+
+// The dot products of tile number g, of a block by rows, in tile registers of their own.
+#define MULTIPLY_TILE(sum, x, weight, g)                 \
+    do {                                                 \
+        const int64_t at = min64(g, tiles - 1) * group;  \
+        _tile_loadd(weight, block->codes + 16 * at, 64); \
+        _tile_loadd(x, q + at, features);                \
+        _tile_zero(sum);                                 \
+        _tile_dpbssd(sum, x, weight);                    \
+    } while (0)
+
+// Up to 16 rows by an unpacked block; scales and sums are those of `gather_rows`. While the sums of two groups are
+// scaled, the tiles of the next two are multiplied: products in the same registers would wait for each other. Minima
+// come after the codes: the sums of both at once would not fit in the registers.
+INLINE void tile_rows(const operand_t *w, const int8_t *q, const float *scales, const float *x_sums,
+                      const unpacked_t *block, const target_t *to, int64_t m, const int whole, int rows,
+                      const int group) {
+    const int64_t features = w->in_features, tiles = features / group;
+    int32_t dots[4][16][16] __attribute__((aligned(64)));
     f32x16 sums[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) sums[i] = (f32x16){0};
-    for (int64_t g = 0; g < tiles; g++) {
-        const int8_t *q = in->q + m * features + group * g, *codes = block->codes + 16 * group * g;
-        int32_t (*sum)[16] = dots[g % 2];
-        _tile_loadd(6, codes, 64);
-        if (rest) {
-            _tile_zero(2);
-            _tile_loadd(5, q, features);
-            _tile_dpbssd(2, 5, 6);
-            _tile_stored(2, sum, 64);
-        } else {
-            _tile_zero(0);
-            _tile_loadd(4, q, features);
-            _tile_dpbssd(0, 4, 6);
-            _tile_stored(0, sum, 64);
-        }
-        const f32x16 scale = load(block->scales + 16 * g);
-        const float *x = scales + g * group / INPUT_GROUP;
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            if (rest && i >= rows) break;
-            sums[i] = multiply_add(scale * x[i * steps], to_floats(*(const ints_t *)sum[i]), sums[i]);
-        }
+    for (int i = 0; i < 16; i++) {
+        sums[i] = (f32x16){0};
+        if (whole) __builtin_prefetch(to->out + (m + i) * to->stride, 1);
+    }
+    MULTIPLY_TILE(0, 4, 6, 0);
+    MULTIPLY_TILE(1, 5, 7, 1);
+    for (int64_t g = 0;; g += 4) {
+        _tile_stored(0, dots[0], 64);
+        _tile_stored(1, dots[1], 64);
+        MULTIPLY_TILE(2, 4, 6, g + 2);
+        MULTIPLY_TILE(3, 5, 7, g + 3);
+        scale_dots(sums, dots[0], block->scales, scales, g, whole, rows, group);
+        if (g + 1 >= tiles) break;
+        scale_dots(sums, dots[1], block->scales, scales, g + 1, whole, rows, group);
+        if (g + 2 >= tiles) break;
+        _tile_stored(2, dots[2], 64);
+        _tile_stored(3, dots[3], 64);
+        MULTIPLY_TILE(0, 4, 6, g + 4);
+        MULTIPLY_TILE(1, 5, 7, g + 5);
+        scale_dots(sums, dots[2], block->scales, scales, g + 2, whole, rows, group);
+        if (g + 3 >= tiles) break;
+        scale_dots(sums, dots[3], block->scales, scales, g + 3, whole, rows, group);
+        if (g + 4 >= tiles) break;
     }
     if (w->has_minima) {
         f32x16 others[16];
@@ -380,8 +411,8 @@ INLINE void tile_rows(const operand_t *w, const input_t *in, int64_t m, const in
             const f32x16 least = load(block->minima + 16 * g);
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++) {
-                if (rest && i >= rows) break;
-                others[i] = multiply_add(least, splat(in->sums[(m + i) * steps + g]), others[i]);
+                if (!whole && i >= rows) break;
+                others[i] = multiply_add(least, splat(x_sums[16 * g + i]), others[i]);
             }
         }
 #pragma GCC unroll 16
@@ -389,29 +420,55 @@ INLINE void tile_rows(const operand_t *w, const input_t *in, int64_t m, const in
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
-        if (rest && i >= rows) break;
+        if (!whole && i >= rows) break;
         finish_integers(to, m + i, sums[i]);
     }
 }
 
-// Blocks of the weight are unpacked into the cache, for as many rows as the cache holds beside them.
+// A panel of the weight is unpacked into the cache, and rows pass by, 16 at a time; few rows by one block after the
+// other.
 INLINE void integer_tiles(const operand_t *w, const input_t *in, const target_t *to, int64_t first, int64_t last,
                           const int group) {
-    const int64_t features = w->in_features, groups = features / group;
-    const int64_t panel = max64(64, TILE_INPUT_BYTES / features / 16 * 16);
-    int8_t *memory = thread_scratch(SCRATCH_WEIGHT, (size_t)(16 * features + 128 * groups));
-    const unpacked_t unpacked = {memory, (float *)(memory + 16 * features),
-                                 (float *)(memory + 16 * features) + 16 * groups};
-    const int rest = (int)(in->rows % 16);
-    configure_integer_tiles(rest, group);
-    for (int64_t top = 0; top < in->rows; top += panel) {
-        const int64_t bottom = min64(in->rows, top + panel);
-        for (int64_t block = first; block < last; block++) {
+    const int64_t features = w->in_features, groups = features / group, steps = features / INPUT_GROUP;
+    const int64_t code_bytes = 16 * features, factors = 16 * groups, block_bytes = code_bytes + 8 * factors;
+    const int64_t panel = in->rows <= 16 ? 1 : max64(1, min64(last - first, UNPACKED_BYTES / block_bytes));
+    float *scales = thread_scratch(SCRATCH_WEIGHT, (size_t)(panel * block_bytes + 128 * steps));
+    float *sums = scales + 16 * steps;
+    int8_t *unpacked = (int8_t *)(sums + 16 * steps);
+    const int tile = (int)min64(16, in->rows);
+    int64_t gathered = -1;
+    configure_integer_tiles(tile, group);
+    for (int64_t left = first; left < last; left += panel) {
+        const int64_t right = min64(last, left + panel);
+        unpacked_t blocks[UNPACKED_BYTES / (16 * INPUT_GROUP)];
+        for (int64_t block = left; block < right; block++) {
+            int8_t *codes = unpacked + (block - left) * block_bytes;
+            float *factor = (float *)(codes + code_bytes);
+            blocks[block - left] = (unpacked_t){codes, factor, factor + factors};
+            unpack_integers(w, block_at(w, block), &blocks[block - left]);
+        }
+        for (int64_t m = 0; m < in->rows; m += tile) {
+            if (in->rows - m < tile) {
+                if (in->rows - m < TILE_ROWS_32) break;
+                m = in->rows - tile;  // some rows again: the same answers, and no tiles of another size
+            }
+            if (m != gathered) {
+                gather_rows(in->scales + m * steps, steps, tile, scales);
+                if (w->has_minima) gather_rows(in->sums + m * steps, steps, tile, sums);
+                gathered = m;
+            }
+            for (int64_t block = left; block < right; block++) {
+                const target_t part = {to->out + 16 * block, to->stride, to->bias ? to->bias + 16 * block : NULL};
+                const unpacked_t *of = &blocks[block - left];
+                const int8_t *q = in->q + m * features;
+                if (tile == 16) tile_rows(w, q, scales, sums, of, &part, m, 1, 16, group);
+                else tile_rows(w, q, scales, sums, of, &part, m, 0, tile, group);
+            }
+        }
+        if (in->rows % tile == 0 || in->rows % tile >= TILE_ROWS_32) continue;
+        for (int64_t block = left; block < right; block++) {
             const target_t part = {to->out + 16 * block, to->stride, to->bias ? to->bias + 16 * block : NULL};
-            unpack_integers(w, block_at(w, block), &unpacked);
-            int64_t m = top;
-            for (; m + 16 <= bottom; m += 16) tile_rows(w, in, m, 0, 16, &unpacked, &part, group);
-            if (m < bottom) tile_rows(w, in, m, 1, rest, &unpacked, &part, group);
+            integer_block(w, in, in->rows - in->rows % tile, block_at(w, block), &part);
         }
     }
     _tile_release();
@@ -423,7 +480,7 @@ INLINE void integer_tiles(const operand_t *w, const input_t *in, const target_t 
 static void integer_blocks(const operand_t *w, const input_t *in, bf16 *out, int64_t stride, int64_t first,
                            int64_t last) {
 #ifdef USE_AMX
-    if (in->rows >= TILE_ROWS) {
+    if (in->rows >= (w->group == 32 ? TILE_ROWS_32 : TILE_ROWS_16)) {
         const target_t to = {out, stride, w->bias};
         if (w->group == 32) integer_tiles(w, in, &to, first, last, 32);
         else integer_tiles(w, in, &to, first, last, 16);
@@ -432,7 +489,7 @@ static void integer_blocks(const operand_t *w, const input_t *in, bf16 *out, int
 #endif
     for (int64_t block = first; block < last; block++) {
         const target_t to = {out + 16 * block, stride, w->bias ? w->bias + 16 * block : NULL};
-        integer_block(w, in, block_at(w, block), &to);
+        integer_block(w, in, 0, block_at(w, block), &to);
     }
 }
 
