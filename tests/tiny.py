@@ -77,6 +77,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def reference_model(name: str, seed: int = 0) -> Any:
     """The transformers model of a config, in float32 on the CPU, with random weights."""
     model_type, options = CONFIGS[name]
+    return random_model(model_type, options, seed)
+
+
+def random_model(model_type: str, options: dict[str, Any], seed: int = 0) -> Any:
+    """A transformers model in float32 on the CPU, with random weights."""
     config = AutoConfig.for_model(model_type, **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)

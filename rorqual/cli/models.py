@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 
 from rorqual.cli.command import Command
 from rorqual.cli.settings import Settings
@@ -23,7 +25,7 @@ def run_list(_settings: Settings) -> int:
     cached = cached_models()
     width = max((len(model.name) for model in cached), default=0)
     for model in cached:
-        print(f"{model.name:<{width}}  {_size(model.size_bytes):>9}  {model.path}")
+        print(f"{model.name:<{width}}  {_size(model.size_bytes):>9}  {model.path}{_formats(model.path)}")
     if not cached:
         print(f"no model is cached in {models_folder()} or in the hub's cache")
     missing = [name for name in SHORT_NAMES if name not in {m.name for m in cached} and name == name.lower()]
@@ -45,6 +47,16 @@ def run_pull(settings: Settings) -> int:
     print(f"{name} is here:", file=sys.stderr)
     print(path)
     return 0
+
+
+def _formats(path: Path) -> str:
+    """The number formats of a GGUF file's matrices, in brackets; nothing for another model or a damaged file."""
+    from rorqual.loader.gguf_file import matrix_formats
+
+    if path.suffix == ".gguf":
+        with contextlib.suppress(ValueError):
+            return f"  ({', '.join(matrix_formats(path))})"
+    return ""
 
 
 def _size(size_bytes: int) -> str:

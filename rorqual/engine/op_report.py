@@ -21,7 +21,7 @@ _KINDS = (
 
 
 class OpVerdict(NamedTuple):
-    """What one backend says about the calls of one op."""
+    """What one backend says about the calls of one op; under the name "weights", their formats."""
 
     op: str
     backend: str
@@ -32,8 +32,8 @@ class OpVerdict(NamedTuple):
 def op_report(config: EngineConfig) -> list[OpVerdict]:
     """Run prompts and decode steps through two layers of the model with made-up weights; what each op answered.
 
-    Widths, heads, dtype and device are the model's own. A backend that takes some calls and refuses others gets one
-    row for each answer. Raises ValueError as the engine does.
+    Widths, heads, number formats and device are the model's own. A backend that takes some calls and refuses others
+    gets one row for each answer. Raises ValueError as the engine does.
     """
     hf_config = open_checkpoint(resolve_model(config.model, revision=config.revision), load_format="dummy").config
     small: dict[str, Any] = {"num_hidden_layers": _NUM_LAYERS}
@@ -61,4 +61,6 @@ def op_report(config: EngineConfig) -> list[OpVerdict]:
             engine.add_request(range(3, 40), params)
         while engine.has_work:
             engine.step()
-    return sorted(found)
+    dtype = str(engine.resolved.dtype).removeprefix("torch.")
+    held = f"{' and '.join(engine.resolved.weight_formats)}, beside {dtype} activations"
+    return sorted([*found, OpVerdict("weights", "", held)])

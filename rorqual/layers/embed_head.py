@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from rorqual.distributed.mesh import Mesh
-from rorqual.layers.stacked_weight import Part, StackedWeight, Weight
+from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import WantedTensor
 from rorqual.loader.quantization_config import LinearFormat
-from rorqual.ops.linear import linear
-from rorqual.quantization.integer import IntegerWeight
+from rorqual.ops.embedding import embedding
+from rorqual.ops.linear import Weight, linear
+from rorqual.quantization import QTensor
 
 
 class _VocabParallelTable(StackedWeight):
@@ -49,11 +49,9 @@ class VocabParallelEmbedding(_VocabParallelTable):
         return self.mesh.tp_all_reduce(found * mine[:, None])
 
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        if not self.integers:
-            return F.embedding(rows, self.weight)
         table = self.operand
-        assert isinstance(table, IntegerWeight)
-        return table.take_rows(rows).dequantize(self.dtype)
+        assert not isinstance(table, QTensor)
+        return embedding(rows, table, dtype=self.dtype)
 
     @property
     def table(self) -> Weight:

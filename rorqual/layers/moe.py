@@ -9,9 +9,10 @@ from torch import nn
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ReplicatedLinear
-from rorqual.layers.stacked_weight import Part, StackedWeight, Weight
+from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
+from rorqual.ops.linear import Weight
 from rorqual.ops.moe import Routing, fused_experts, route_softmax
 from rorqual.quantization import QuantFormat
 

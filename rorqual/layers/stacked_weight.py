@@ -13,12 +13,9 @@ from torch import nn
 
 from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
 from rorqual.loader.quantization_config import IntegerParts
-from rorqual.ops.linear import prepare_weight
+from rorqual.ops.linear import Weight, prepare_weight
 from rorqual.quantization import QTensor, QuantFormat
 from rorqual.quantization.integer import IntegerFormat, IntegerStack, IntegerWeight
-
-Weight = torch.Tensor | QTensor | IntegerWeight | IntegerStack
-"""What `linear` multiplies with."""
 
 SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
 """What checkpoints call the scales beside "weight". All of them multiply, whatever the first one's name says."""

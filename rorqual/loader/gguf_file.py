@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -43,9 +45,8 @@ STORED_TYPES = {
 """The formats that load, by GGML's number. Ours rather than the gguf package's, whose import takes 0.2 s."""
 
 # GGUF's value types by number; 7 is bool (one byte), 8 a string and 9 an array.
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_DTYPES = {number: np.dtype(code) for number, code in _SCALARS.items()} | {_BOOL: np.dtype("?")}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 
 
@@ -82,9 +83,20 @@ class GGUFFile:
 
     def bytes_of(self, info: TensorInfo) -> np.ndarray:
         """A tensor's stored bytes, uint8 [rows..., row bytes], without a copy. A scalar has shape [row bytes]."""
+        import numpy as np
+
         flat = np.frombuffer(self.data, np.uint8, info.size_bytes, info.offset)
         rows = info.shape[:-1]
         return flat.reshape(*rows, info.size_bytes // max(prod(rows), 1))
+
+
+def matrix_formats(path: Path) -> tuple[str, ...]:
+    """Names of the formats of a file's matrices, the one with the most values first. Raises as `GGUFFile.open`."""
+    found: Counter[str] = Counter()
+    for info in GGUFFile.open(path).tensors.values():
+        if len(info.shape) > 1:
+            found[info.type.name] += prod(info.shape)
+    return tuple(name for name, _ in found.most_common())
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -166,14 +178,15 @@ class _Header:
                 return self._strings(count)
             if kind == _ARRAY:
                 return [self._value(_ARRAY) for _ in range(count)]
-            return self._numbers(kind, count).tolist()
-        return self._numbers(kind, 1).item()
+            return self._numbers(kind, count)
+        return self._numbers(kind, 1)[0]
 
-    def _numbers(self, kind: int, count: int) -> np.ndarray:
-        if kind not in _DTYPES:
+    def _numbers(self, kind: int, count: int) -> list[Any]:
+        if kind not in _SCALARS:
             raise ValueError(f"{self.path}: unknown metadata type {kind} at byte {self.at}; the header is damaged")
-        dtype = _DTYPES[kind]
-        return np.frombuffer(self.data, dtype, count, self._take(count * dtype.itemsize))
+        code = _SCALARS[kind]
+        start = self._take(count * struct.calcsize(f"<{code}"))
+        return list(struct.unpack_from(f"<{count}{code}", self.data, start))
 
     def metadata(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -62,7 +62,8 @@ def choose_integers(
     """
     method = (config.get("quantization_config") or {}).get("quant_method")
     if wanted == "auto":
-        return None
+        keeps = stored and device == _DEVICE and dtype != "float32"
+        return IntegerQuantization(dynamic=True, stored=stored) if keeps else None
     if method is not None:
         raise ValueError(
             f"quantization {wanted!r} is for unquantised checkpoints and GGUF files, this one's weights are quantised "

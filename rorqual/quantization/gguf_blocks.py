@@ -96,7 +96,8 @@ def integer_weight(data: np.ndarray, format: IntegerFormat) -> IntegerWeight:
 def _paired(codes: np.ndarray) -> np.ndarray:
     """Codes below 16 [n, k], two to a byte [n, k / 2], the even column in the low half."""
     pairs = codes.view("<u2")
-    return (pairs | pairs >> np.uint16(4)).astype(np.uint8)  # the upper byte is cut off
+    both: np.ndarray = (pairs | pairs >> np.uint16(4)).astype(np.uint8)  # the upper byte is cut off
+    return both
 
 
 def _halves(words: np.ndarray, codes: np.ndarray) -> None:

@@ -107,11 +107,6 @@ class IntegerWeight:
         minima = None if self.minima is None else self.minima[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], minima=minima)
 
-    def take_rows(self, ids: torch.Tensor) -> IntegerWeight:
-        """The rows ids, int64 [n], as a copy."""
-        minima = None if self.minima is None else self.minima[ids]
-        return replace(self, codes=self.codes[ids], scales=self.scales[ids], minima=minima)
-
     def slice_columns(self, columns: slice) -> IntegerWeight:
         """Columns start..stop, as views. Raises ValueError where they do not begin and end with a group."""
         start, stop, _ = columns.indices(self.shape[1])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from rorqual.loader import source
+from tests.unit.tiny_gguf import smollm2_kinds, write_llama
 
 
 @pytest.fixture
@@ -32,6 +33,13 @@ def test_models_lists_name_size_and_place(rorqual, empty_caches):
     _, out, _ = rorqual("models")
     assert out.splitlines()[0] == f"smollm2    3.0 MiB  {path}"
     assert "can be fetched" not in out
+
+
+def test_models_names_the_formats_of_a_gguf_file(rorqual, empty_caches):
+    empty_caches.mkdir()
+    path = write_llama(empty_caches / source.SMOLLM2.file_name, smollm2_kinds)
+    _, out, _ = rorqual("models")
+    assert out.splitlines()[0].endswith(f"{path}  (Q4_1, Q8_0)")
 
 
 def test_pull_prints_the_path(rorqual, monkeypatch, tmp_path):

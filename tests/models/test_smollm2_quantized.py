@@ -42,7 +42,15 @@ def loss(model: Path, tokenizer: Path, **options) -> float:
 
 @functools.cache
 def plain_loss(path: Path) -> float:
-    return loss(path, path, dtype="bfloat16")
+    return loss(path, path, dtype="bfloat16", quantization="none")
+
+
+def save_plain(path: Path, folder: Path) -> None:
+    """The model of a GGUF file as a bfloat16 checkpoint."""
+    checkpoint = open_checkpoint(path)
+    tensors = {name: checkpoint.load(name).to(torch.bfloat16).contiguous() for name in checkpoint.names()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
 
 
 @pytest.mark.parametrize("scheme", MOST_LOST)
@@ -58,5 +66,19 @@ def test_quantised_weights_cost_little(smollm2_path, tmp_path, scheme):
 
 
 def test_fp8_kv_cache_costs_little(smollm2_path):
-    lost = loss(smollm2_path, smollm2_path, dtype="bfloat16", kv_cache_dtype="fp8") - plain_loss(smollm2_path)
-    assert -0.05 < lost < 0.05
+    found = loss(smollm2_path, smollm2_path, dtype="bfloat16", quantization="none", kv_cache_dtype="fp8")
+    assert -0.05 < found - plain_loss(smollm2_path) < 0.05
+
+
+# Weights are the file's own: what may be lost is the rounding of inputs to 8 bits.
+@pytest.mark.parametrize(("wanted", "most"), [("auto", 0.02), ("int8_weight_only", 0.02)])
+def test_packed_weights_cost_nothing(smollm2_path, wanted, most):
+    lost = loss(smollm2_path, smollm2_path, dtype="bfloat16", quantization=wanted) - plain_loss(smollm2_path)
+    assert abs(lost) < most
+
+
+@pytest.mark.parametrize(("wanted", "most"), [("int8", 0.02), ("int8_weight_only", 0.02), ("int4", 0.3)])
+def test_weights_rounded_at_load_cost_little(smollm2_path, tmp_path, wanted, most):
+    save_plain(smollm2_path, tmp_path)
+    lost = loss(tmp_path, smollm2_path, dtype="bfloat16", quantization=wanted) - plain_loss(smollm2_path)
+    assert -0.05 < lost < most

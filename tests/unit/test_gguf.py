@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rorqual.loader.gguf import GGUFCheckpoint, read_metadata
 from rorqual.loader.gguf_dequantize import dequantize
-from rorqual.loader.gguf_file import _OTHER_TYPES, STORED_TYPES, GGUFFile
+from rorqual.loader.gguf_file import _OTHER_TYPES, STORED_TYPES, GGUFFile, matrix_formats
 from rorqual.quantization.gguf_blocks import integer_weight
 from rorqual.quantization.integer import INTEGER_FORMATS
 
-from .tiny_gguf import EMBEDDING, write_gguf
+from .tiny_gguf import EMBEDDING, smollm2_kinds, write_gguf, write_llama
 
 
 def config_of(path: Path, arch: str = "llama", keys: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -170,6 +170,12 @@ def test_a_type_that_does_not_load_is_refused_with_tensor_type_and_allowed_ones(
 
 def test_types_that_do_not_load_have_their_right_names():
     assert {number: Type(number).name for number in _OTHER_TYPES} == _OTHER_TYPES
+
+
+def test_formats_of_the_matrices_are_told_by_the_number_of_their_values(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", smollm2_kinds)
+    assert matrix_formats(path) == ("Q4_1", "Q8_0")
+    assert matrix_formats(write_llama(path, lambda name: Type.F16, num_layers=1)) == ("F16",)
 
 
 def test_a_missing_file_is_a_value_error(tmp_path: Path) -> None:

@@ -106,8 +106,6 @@ def test_rows_and_columns_are_cut_and_joined_without_loss(format):
     values = weight.dequantize()
     assert torch.equal(weight.slice_rows(slice(2, 5)).dequantize(), values[2:5])
     assert torch.equal(weight.slice_columns(slice(32, 96)).dequantize(), values[:, 32:])
-    ids = torch.tensor([6, 0, 0, 3])
-    assert torch.equal(weight.take_rows(ids).dequantize(), values[ids])
     joined = IntegerWeight.cat_rows([weight.slice_rows(slice(0, 3)), weight.slice_rows(slice(3, 7))])
     assert torch.equal(joined.dequantize(), values)
     with pytest.raises(ValueError, match="cut at multiples of"):
