@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from rorqual import SamplingParams
+from rorqual import LLM, SamplingParams
 from rorqual.ops.native.library import usable_isas, using
-from tests.engine.engines import tiny_llm
+from tests.engine.engines import TINY_OPTIONS, tiny_llm
 from tests.tiny import VOCAB, reference_greedy
+from tests.unit.tiny_gguf import MIXED_SIZES, mixed_kinds, smollm2_kinds, write_llama
 
 MODELS = ["llama", "mistral_window", "qwen2_windows", "qwen3_yarn", "qwen3_moe"]
 
@@ -116,6 +117,35 @@ def test_compiled_kernels_keep_the_promise_in_bfloat16(isa, name):
                 for attempt in ("cold", "warm"):
                     got = llm.generate(PROMPTS, params, use_tqdm=False)
                     assert [out.token_ids for out in got] == want, (switch, attempt)
+                if "tight" in switch:
+                    assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.fixture(scope="module", params=["smollm2", "mixed"])
+def packed(request, tmp_path_factory):
+    """A GGUF file as SmolLM2's, and one with matrices in formats of four, five and six bits."""
+    path = tmp_path_factory.mktemp(request.param) / "m.gguf"
+    if request.param == "mixed":
+        return write_llama(path, mixed_kinds, **MIXED_SIZES)
+    return write_llama(path, smollm2_kinds, hidden_size=128)
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_packed_weights_keep_the_promise(isa, packed):
+    """Products of integers too: a row's inputs are rounded by themselves, and its sums have one order."""
+    options = TINY_OPTIONS | {"dtype": "auto", "block_size": 16, "num_kv_blocks": 64}
+    with using(isa):
+        found = {}
+        for kind, params in PARAMS.items():
+            with LLM(str(packed), **options | {"enable_prefix_caching": False, "max_num_seqs": 1}) as llm:
+                assert llm.engine.resolved.quantization is not None
+                assert set(llm.engine.kernels.values()) == {"native"}
+                found[kind] = [llm.generate(ids, params, use_tqdm=False)[0].token_ids for ids in PROMPTS]
+        for switch, changes in (COMPILED | {"no prefix cache": {"enable_prefix_caching": False}}).items():
+            with LLM(str(packed), **(options | changes)) as llm:
+                for kind, params in PARAMS.items():
+                    got = llm.generate(PROMPTS, params, use_tqdm=False)
+                    assert [out.token_ids for out in got] == found[kind], (switch, kind)
                 if "tight" in switch:
                     assert llm.engine.scheduler.num_preemptions > 0
 
