@@ -110,7 +110,7 @@ def test_compiled_kernels_keep_the_promise_in_bfloat16(isa, name):
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=18, ignore_eos=True)
     with using(isa):
         with tiny_llm(name, **options, enable_prefix_caching=False, max_num_seqs=1) as llm:
-            assert {llm.engine.kernels[op] for op in ("linear", "paged_attention")} == {"native"}
+            assert {llm.engine.kernels[op] for op in ("linear", "attention_block")} == {"native"}
             want = [llm.generate(ids, params, use_tqdm=False)[0].token_ids for ids in PROMPTS]
         for switch, changes in COMPILED.items():
             with tiny_llm(name, **(options | changes)) as llm:
