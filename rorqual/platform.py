@@ -102,6 +102,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def return_freed_memory() -> None:
+    """Hand back to the kernel what is free now, once: loading frees as much as it keeps. Only glibc does it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def pick_device(wanted: str) -> torch.device:
     """Answer --device: "auto" is a usable CUDA device, else the CPU. Raises ValueError for a "cuda" there is not."""
     import torch

@@ -26,7 +26,13 @@ from rorqual.loader.layer import Layer
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights, wanted_tensors
 from rorqual.models.registry import build_model, read_model_config
 from rorqual.ops.registry import Op, load_backends, watch
-from rorqual.platform import available_memory, native_bfloat16, pick_device, total_memory
+from rorqual.platform import (
+    available_memory,
+    native_bfloat16,
+    pick_device,
+    return_freed_memory,
+    total_memory,
+)
 from rorqual.quantization.integer import IntegerFormat
 
 _log = logging.getLogger(__name__)
@@ -110,6 +116,7 @@ class ModelRunner:
                     on_tensor=bar.update,
                 )
         prepare_weights(self.model)
+        return_freed_memory()
 
     def warm_up(self) -> dict[str, str]:
         """Run one token that writes nothing, so that the first request does not pay for it; op -> backend that ran."""

@@ -71,13 +71,14 @@ def test_fp8_kv_cache_costs_little(smollm2_path):
 
 
 # Weights are the file's own: what may be lost is the rounding of inputs to 8 bits.
-@pytest.mark.parametrize(("wanted", "most"), [("auto", 0.02), ("int8_weight_only", 0.02)])
+@pytest.mark.parametrize(("wanted", "most"), [("auto", 0.05), ("int8_weight_only", 0.001)])
 def test_packed_weights_cost_nothing(smollm2_path, wanted, most):
     lost = loss(smollm2_path, smollm2_path, dtype="bfloat16", quantization=wanted) - plain_loss(smollm2_path)
     assert abs(lost) < most
 
 
-@pytest.mark.parametrize(("wanted", "most"), [("int8", 0.02), ("int8_weight_only", 0.02), ("int4", 0.3)])
+# The model's weights were Q4_1 before, so int4 finds them again: it loses no more than packed weights do.
+@pytest.mark.parametrize(("wanted", "most"), [("int8", 0.06), ("int8_weight_only", 0.01), ("int4", 0.05)])
 def test_weights_rounded_at_load_cost_little(smollm2_path, tmp_path, wanted, most):
     save_plain(smollm2_path, tmp_path)
     lost = loss(tmp_path, smollm2_path, dtype="bfloat16", quantization=wanted) - plain_loss(smollm2_path)
