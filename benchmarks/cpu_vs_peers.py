@@ -9,9 +9,11 @@ Workloads, all greedy and with EOS ignored (random token ids, new ones in every 
     b16          16 prompts of 100 to 500 tokens submitted at once, 100 new each; new tokens over the whole time
     first token  seconds from the start of a new process to its first token, files in the page cache
 
-Rorqual runs as `rorqual generate` does, with its defaults. transformers gets the file's weights dequantised to bfloat16
-in a safetensors folder, and for "first token" the prompt as ids: it reads neither GGUF nor a tokenizer. Where
-llama-cpp-python is installed it reads the GGUF file; its Python API has no batch of requests, so b16 runs one by one.
+Rorqual runs as `rorqual generate` does: with the file's integers kept ("rorqual"), and with bfloat16 weights ("rorqual
+bf16", --quantization none); its cache holds the sixteen sequences, as the peers' do. transformers gets the file's
+weights dequantised to bfloat16 in a safetensors folder, and for "first token" the prompt as ids: it reads neither GGUF
+nor a tokenizer. Where llama-cpp-python is installed it reads the GGUF file; its Python API has no batch of requests, so
+b16 runs one by one.
 
 Every engine lives in a process of its own and waits on its standard input while another one runs, so they share
 neither threads nor allocator. A round is discarded first.
@@ -43,7 +45,12 @@ CONTEXT = 2048
 FIRST_TOKEN_PROMPT = "The blue whale is"
 FIRST_TOKEN_IDS = [504, 4461, 15682, 314]
 """The same for the peers, in SmolLM2's ids; for another model it is some other prompt of that length."""
-ENGINES = {"rorqual": "rorqual", "transformers": "transformers", "llama-cpp-python": "llama_cpp"}
+ENGINES = {
+    "rorqual": "rorqual",
+    "rorqual bf16": "rorqual",
+    "transformers": "transformers",
+    "llama-cpp-python": "llama_cpp",
+}
 """Name in the table -> the module that must be there."""
 UNITS = {"decode": "tok/s", "prefill": "tok/s", "b16": "tok/s", "first token": "s"}
 
@@ -61,10 +68,19 @@ class Engine(Protocol):
 
 
 class Rorqual:
+    quantization = "auto"
+
     def __init__(self, model: str, threads: int) -> None:
         from rorqual import LLM, SamplingParams
 
-        self.llm = LLM(model, progress=False, threads=threads, max_model_len=CONTEXT)
+        self.llm = LLM(
+            model,
+            progress=False,
+            threads=threads,
+            max_model_len=CONTEXT,
+            quantization=self.quantization,
+            num_kv_blocks=BATCH * (-(-(BATCH_PROMPT[1] + BATCH_NEW) // 16) + 1),
+        )
         self.params = SamplingParams(temperature=0, ignore_eos=True)
         self.vocab_size = self.llm.engine.vocab_size
 
@@ -75,6 +91,10 @@ class Rorqual:
     def batch(self, prompts: list[list[int]], new: int) -> int:
         outputs = self.llm.generate(prompts, self.params.clone(max_tokens=new), use_tqdm=False)
         return sum(len(output.token_ids) for output in outputs)
+
+
+class RorqualBF16(Rorqual):
+    quantization = "none"
 
 
 class Transformers:
@@ -144,6 +164,7 @@ class LlamaCpp:
 
 MAKERS: dict[str, Callable[[str, int], Engine]] = {
     "rorqual": Rorqual,
+    "rorqual bf16": RorqualBF16,
     "transformers": Transformers,
     "llama-cpp-python": LlamaCpp,
 }
@@ -261,8 +282,9 @@ def draw(workload: str, vocab_size: int, seed: int) -> list[list[int]]:
 
 def first_token_s(name: str, model: str, threads: int) -> float:
     """From the start of a new process to its first byte of text."""
-    if name == "rorqual":
+    if name.startswith("rorqual"):
         command = [sys.executable, "-m", "rorqual", "generate", "-m", model, "--threads", str(threads), "--quiet"]
+        command += ["--quantization", "none" if name == "rorqual bf16" else "auto"]
         command += ["--max-tokens", "8", FIRST_TOKEN_PROMPT]
     else:
         command = [sys.executable, __file__, "--first-token", name, "--model", model, "--threads", str(threads)]

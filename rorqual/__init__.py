@@ -8,6 +8,7 @@ The names below are the whole public API. They are imported on first use, so tha
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from rorqual.llm import LLM
     from rorqual.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
     from rorqual.sampling_params import SamplingParams
+
+# The compiled kernels have threads of their own (ops/native). After each of its ops, torch's would go on spinning on
+# the same cores for some 16 ms; libgomp reads this when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 

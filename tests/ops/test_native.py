@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -61,21 +63,65 @@ def test_unknown_instruction_set_is_one_sentence():
     assert "RORQUAL_CPU_ISA=sse9 is not to be had here; allowed: " in run_with("sse9").stderr
 
 
-def test_without_an_openmp_library_one_thread_does_the_work():
-    """On a machine whose torch runs on another thread pool than GNU OpenMP."""
+def expect_products(threads: int, calls: int) -> None:
+    """Products of several sizes on so many threads, again and again, equal to those on one thread."""
+    before = torch.get_num_threads()
+    made = [(normal(rows, 64, dtype=BF16, seed=rows), prepare_weight(normal(16 * n, 64, dtype=BF16, seed=n)))
+            for rows, n in ((1, 1), (2, 40), (33, 9), (130, 3))]  # fmt: skip
+    try:
+        torch.set_num_threads(1)
+        want = [linear(x, weight) for x, weight in made]
+        torch.set_num_threads(threads)
+        for i in range(calls):
+            x, weight = made[i % len(made)]
+            assert torch.equal(linear(x, weight), want[i % len(made)]), i
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_parts_are_all_done_however_many_threads_there_are_for_them(threads):
+    """More threads than cores: some always come late, or not at all."""
+    expect_products(threads, 2000)
+
+
+def test_several_callers_at_once_disturb_nobody():
+    """One of them gets the pool, the others work alone."""
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(expect_products, 3, 500) for _ in range(8)]:
+            done.result()
+
+
+def test_a_sleeping_pool_wakes_up():
+    for pause in (0.0, 0.005, 0.05):
+        time.sleep(pause)
+        expect_products(3, 20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_process_has_a_pool_of_its_own():
     code = (
-        "import torch\n"
-        "from rorqual.ops.native import library\n"
-        "library._openmp = lambda: None\n"
-        "from rorqual.ops.registry import load_backends\n"
-        "load_backends('native')\n"
-        "from rorqual.ops.linear import linear, prepare_weight\n"
-        "x, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16)\n"
-        "print(linear(x, prepare_weight(w)).unique().tolist())\n"
+        "import os, torch\n"
+        "from tests.ops.test_native import BF16, linear, normal, prepare_weight\n"
+        "torch.set_num_threads(3)\n"
+        "x, weight = normal(33, 64, dtype=BF16), prepare_weight(normal(144, 64, dtype=BF16))\n"
+        "want = linear(x, weight)\n"
+        "child = os.fork()\n"  # in which torch's own threads are dead: nothing there may use them
+        "right = all(torch.equal(linear(x, weight), want) for _ in range(50))\n"
+        "os._exit(not right) if child == 0 else None\n"
+        "assert right and os.waitpid(child, 0)[1] == 0\n"
+        "print('both')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[32.0]"
-    assert "run on one thread" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "both"
+
+
+def test_torch_does_not_spin_where_our_threads_work():
+    code = "import os, rorqual; print(os.environ.get('GOMP_SPINCOUNT'))"
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")):
+        env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+        assert done.stdout.strip() == expected
 
 
 @ISAS

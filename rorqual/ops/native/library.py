@@ -1,4 +1,4 @@
-"""The compiled kernels: found, matched to the processor, and given PyTorch's threads.
+"""The compiled kernels: found, and matched to the processor.
 
 The package's installation compiles kernels/*.c once for each instruction set (without a compiler it installs without
 them), and this module picks the best set that the processor has. RORQUAL_CPU_ISA names another one: for comparisons,
@@ -12,11 +12,9 @@ import functools
 import importlib.util
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 
@@ -163,25 +161,7 @@ def _library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("rorqual.ops.native._kernels")
     if spec is None or spec.origin is None:
         return None
-    library = ctypes.CDLL(spec.origin)
-    openmp = _openmp()
-    if openmp is None:
-        _log.warning("no GNU OpenMP library beneath torch: the compiled kernels run on one thread")
-    else:
-        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-        library.rorqual_set_team(*(ctypes.cast(openmp[name], c_void_p) for name in names))
-    return library
-
-
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch itself runs on, which importing torch has loaded."""
-    torch.get_num_threads()
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\s(/\S*libgomp[^/\s]*)$", maps, re.MULTILINE)
-    return ctypes.CDLL(found[1]) if found else None
+    return ctypes.CDLL(spec.origin)
 
 
 def _works(library: ctypes.CDLL, isa: str) -> bool:

@@ -22,12 +22,10 @@ typedef struct {
     // Worked out here
     int64_t group, num_tasks;
     const int64_t *first_task;  // [num_seqs + 1], of one KV head
-    int64_t *next;
+    phase_t *attending, *adding;
     // Where threads share spans: of each task, its first part of all; parts are spans. Otherwise NULL.
     const int64_t *first_part;  // [num_tasks + 1]
     struct part *parts;
-    int64_t *next_task;  // like `next`, for adding parts up
-    barrier_t *barrier;
 } attention_t;
 
 typedef struct {
@@ -303,35 +301,36 @@ static void attend_alone(const attention_t *a, const task_t *t) {
     finish(a, t, &sum);
 }
 
-static void share_parts(const attention_t *a, int num_threads) {
+// Span by span, then the sums of each task.
+static void share_parts(const attention_t *a) {
     const int64_t num_parts = a->first_part[a->num_tasks];
-    for (int64_t number; (number = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED)) < num_parts;) {
+    for (int64_t number; (number = phase_take(a->attending)) < num_parts;) {
         int64_t task = 0;
         while (a->first_part[task + 1] <= number) task++;
         const task_t t = find_task(a, task);
         attend(a, &t, (t.begin / SPAN + number - a->first_part[task]) * SPAN, a->parts + number);
+        phase_finish(a->attending);
     }
-    team_barrier(a->barrier, num_threads);
-    for (int64_t task; (task = __atomic_fetch_add(a->next_task, 1, __ATOMIC_RELAXED)) < a->num_tasks;) {
+    phase_wait(a->attending, num_parts);
+    for (int64_t task; (task = phase_take(a->adding)) < a->num_tasks;) {
         const task_t t = find_task(a, task);
         part_t *sum = a->parts + a->first_part[task];
         for (int64_t i = a->first_part[task] + 1; i < a->first_part[task + 1]; i++) add_part(a, &t, sum, a->parts + i);
         finish(a, &t, sum);
+        phase_finish(a->adding);
     }
 }
 
-static void attention_share(const void *arg, int thread, int num_threads) {
+static void attention_region(const void *arg) {
     const attention_t *a = arg;
-    (void)thread;
     attention_tiles();
-    if (a->parts) share_parts(a, num_threads);
+    if (a->parts) share_parts(a);
     else
-        for (;;) {
-            // Later tasks of a chunk see more keys: hand those out first, so that threads end together.
-            const int64_t taken = __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED);
-            if (taken >= a->num_tasks) break;
+        // Later tasks of a chunk see more keys: hand those out first, so that threads end together.
+        for (int64_t taken; (taken = phase_take(a->adding)) < a->num_tasks;) {
             const task_t task = find_task(a, a->num_tasks - 1 - taken);
             attend_alone(a, &task);
+            phase_finish(a->adding);
         }
 #ifdef USE_AMX
     _tile_release();
@@ -340,9 +339,9 @@ static void attention_share(const void *arg, int thread, int num_threads) {
 
 // What a call needs beside its arguments, to be freed by `end_attention`.
 typedef struct {
-    int64_t next, next_task, *first_task, *first_part;
+    int64_t *first_task, *first_part;
     part_t *parts;
-    barrier_t barrier;
+    phase_t attending, adding;
 } attention_plan_t;
 
 // Fills in what is worked out: returns 0, or 1 where there is no memory. `plan` stays until `end_attention`.
@@ -358,9 +357,8 @@ static int begin_attention(attention_t *a, attention_plan_t *plan, int threads) 
     }
     a->first_task = plan->first_task;
     a->num_tasks = plan->first_task[a->num_seqs] * a->kv_heads;
-    a->next = &plan->next;
-    a->next_task = &plan->next_task;
-    a->barrier = &plan->barrier;
+    a->attending = &plan->attending;
+    a->adding = &plan->adding;
     // Several times as many tasks as threads keep all of them busy until the end, and need no room for parts.
     if (threads == 1 || a->num_tasks >= 8 * threads) return 0;
     plan->first_part = malloc(sizeof(int64_t) * (size_t)(a->num_tasks + 1));
@@ -411,7 +409,7 @@ int ISA(attention)(const bf16 *query, int64_t query_token_stride, int64_t query_
     };
     attention_plan_t plan;
     const int failed = begin_attention(&a, &plan, threads);
-    if (!failed) rorqual_parallel(attention_share, &a, threads);
+    if (!failed) rorqual_region(attention_region, &a, threads);
     end_attention(&plan);
     return failed;
 }

@@ -1,5 +1,5 @@
-// The two halves of a decoder layer, each in one parallel region whose threads meet at barriers between its steps: what
-// the single kernels compute, to the bit, without starting and joining threads for each of them.
+// The two halves of a decoder layer, each in one parallel region, in which the steps follow one another: what the
+// single kernels compute, to the bit, without gathering threads for each of them.
 
 // Made once for each layer; Python has the same fields.
 typedef struct {
@@ -67,21 +67,30 @@ static norm_product_t norm_product(const bf16 *x, const bf16 *residual, bf16 *su
     };
 }
 
-INLINE void multiply_share(const operand_t *weight, const input_t *in, bf16 *out, int64_t out_features, int thread,
-                           int num_threads) {
+// For each part of a phase that this thread gets; ends when all threads' parts are done. Parts are shares of rows,
+// features or tokens.
+#define EACH_PART(phase, parts) \
+    for (int64_t part; (part = phase_take(phase)) < (parts) || (phase_wait(phase, parts), 0); phase_finish(phase))
+
+INLINE void multiply_part(const operand_t *weight, const input_t *in, bf16 *out, int64_t out_features, int64_t part,
+                          int64_t parts) {
     const int64_t blocks = out_features / 16;
-    multiply(weight, in, out, out_features, blocks * thread / num_threads, blocks * (thread + 1) / num_threads);
+    multiply(weight, in, out, out_features, blocks * part / parts, blocks * (part + 1) / parts);
 }
 
-INLINE void read_share(const operand_t *weight, const input_t *in, int thread, int num_threads) {
-    read_rows(in, weight->in_features, in->rows * thread / num_threads, in->rows * (thread + 1) / num_threads);
+INLINE void read_part(const operand_t *weight, const input_t *in, int64_t part, int64_t parts) {
+    read_rows(in, weight->in_features, in->rows * part / parts, in->rows * (part + 1) / parts);
 }
 
-static void norm_product_share(const norm_product_t *a, barrier_t *barrier, int thread, int num_threads) {
-    rms_norm_rows(&a->norm, thread, num_threads);
-    read_share(a->weight, &a->normed, thread, num_threads);  // the rows that this thread has just written
-    team_barrier(barrier, num_threads);
-    multiply_share(a->weight, &a->normed, a->out, a->out_features, thread, num_threads);
+static void norm_and_multiply(const norm_product_t *a, phase_t *norming, phase_t *multiplying, int parts) {
+    const int row_parts = (int)min64(parts, a->norm.rows);
+    EACH_PART (norming, row_parts) {
+        rms_norm_rows(&a->norm, (int)part, row_parts);
+        read_part(a->weight, &a->normed, part, row_parts);
+    }
+    EACH_PART (multiplying, parts) {
+        multiply_part(a->weight, &a->normed, a->out, a->out_features, part, parts);
+    }
 }
 
 // --- attention
@@ -95,28 +104,36 @@ typedef struct {
     attention_t attention;
     input_t attended;
     bf16 *out;
-    barrier_t *barrier;
+    int parts;
+    struct {
+        phase_t norm, qkv, head_norms, store, read, out;
+    } *phases;
 } attention_run_t;
 
-static void attention_block_share(const void *arg, int thread, int num_threads) {
+static void attention_block_region(const void *arg) {
     const attention_run_t *a = arg;
-    norm_product_share(&a->qkv, a->barrier, thread, num_threads);
-    team_barrier(a->barrier, num_threads);
-    if (a->block->query_norm) {
-        for (int i = 0; i < 2; i++) rms_norm_rows(&a->head_norms[i], thread, num_threads);
-        team_barrier(a->barrier, num_threads);
-    }
-    rope_tokens(&a->rope, thread, num_threads);
-    store_tokens(&a->store, thread, num_threads);  // the tokens that this thread has just rotated
-    team_barrier(a->barrier, num_threads);
-    attention_share(&a->attention, thread, num_threads);
-    team_barrier(a->barrier, num_threads);
     const operand_t *weight = a->block->out;
-    if (a->attended.q) {
-        read_share(weight, &a->attended, thread, num_threads);
-        team_barrier(a->barrier, num_threads);
+    const int row_parts = (int)min64(a->parts, a->store.tokens);
+    norm_and_multiply(&a->qkv, &a->phases->norm, &a->phases->qkv, a->parts);
+    if (a->block->query_norm) {
+        EACH_PART (&a->phases->head_norms, a->parts) {
+            for (int i = 0; i < 2; i++) rms_norm_rows(&a->head_norms[i], (int)part, a->parts);
+        }
     }
-    multiply_share(weight, &a->attended, a->out, all_out_features(weight), thread, num_threads);
+    EACH_PART (&a->phases->store, row_parts) {
+        rope_tokens(&a->rope, (int)part, row_parts);
+        store_tokens(&a->store, (int)part, row_parts);
+    }
+    attention_region(&a->attention);
+    phase_wait(a->attention.adding, a->attention.num_tasks);
+    if (a->attended.q) {
+        EACH_PART (&a->phases->read, row_parts) {
+            read_part(weight, &a->attended, part, row_parts);
+        }
+    }
+    EACH_PART (&a->phases->out, a->parts) {
+        multiply_part(weight, &a->attended, a->out, all_out_features(weight), part, a->parts);
+    }
 }
 
 // Returns 0, 1 where there is no memory, or 2 where a position is no row of the rotary table.
@@ -132,8 +149,9 @@ int ISA(attention_block)(const attention_block_t *block, const step_t *step, int
     room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
     uint8_t *memory = room.at;
     if (memory == NULL) return 1;
-    barrier_t barrier = {0};
-    attention_run_t a = {.block = block, .out = out, .barrier = &barrier};
+    attention_run_t a = {.block = block, .out = out, .parts = parts_for((int)step->threads)};
+    __typeof__(*a.phases) phases = {{0, 0}};
+    a.phases = &phases;
     a.qkv = norm_product(hidden, residual, sum, block->norm, block->eps, block->qkv, tokens, size, &room);
     bf16 *query = a.qkv.out, *key = query + heads * dim, *value = key + kv_heads * dim;
     int64_t query_stride = row, key_stride = row;
@@ -194,7 +212,7 @@ int ISA(attention_block)(const attention_block_t *block, const step_t *step, int
     a.attended = take_input(block->out, attended, tokens, &room);
     attention_plan_t plan;
     const int failed = begin_attention(&a.attention, &plan, (int)step->threads);
-    if (!failed) rorqual_parallel(attention_block_share, &a, (int)step->threads);
+    if (!failed) rorqual_region(attention_block_region, &a, (int)step->threads);
     end_attention(&plan);
     free(memory);
     return failed;
@@ -207,14 +225,17 @@ typedef struct {
     norm_product_t gate_up;
     input_t activated;
     bf16 *hidden, *out;  // hidden: what `activated` reads
-    barrier_t *barrier;
+    int parts;
+    struct {
+        phase_t norm, gate_up, activate, down;
+    } *phases;
 } gated_mlp_run_t;
 
 // silu(gate) times up, and the integers of the result where the weight wants them: in pieces of 32 columns of one row,
 // so that threads share a single row too.
-static void activate_share(const gated_mlp_run_t *a, int thread, int num_threads) {
+static void activate_part(const gated_mlp_run_t *a, int64_t part, int64_t parts) {
     const int64_t size = a->gate_up.out_features / 2, pieces = size / 32, all = a->activated.rows * pieces;
-    for (int64_t i = all * thread / num_threads; i < all * (thread + 1) / num_threads; i++) {
+    for (int64_t i = all * part / parts; i < all * (part + 1) / parts; i++) {
         const int64_t row = i / pieces, column = i % pieces * 32;
         const bf16 *gate = a->gate_up.out + row * 2 * size + column, *up = gate + size;
         bf16 *out = a->hidden + row * size + column;
@@ -227,14 +248,16 @@ static void activate_share(const gated_mlp_run_t *a, int thread, int num_threads
     }
 }
 
-static void gated_mlp_block_share(const void *arg, int thread, int num_threads) {
+static void gated_mlp_block_region(const void *arg) {
     const gated_mlp_run_t *a = arg;
-    norm_product_share(&a->gate_up, a->barrier, thread, num_threads);
-    team_barrier(a->barrier, num_threads);
-    activate_share(a, thread, num_threads);
-    team_barrier(a->barrier, num_threads);
     const operand_t *down = a->block->down;
-    multiply_share(down, &a->activated, a->out, all_out_features(down), thread, num_threads);
+    norm_and_multiply(&a->gate_up, &a->phases->norm, &a->phases->gate_up, a->parts);
+    EACH_PART (&a->phases->activate, a->parts) {
+        activate_part(a, part, a->parts);
+    }
+    EACH_PART (&a->phases->down, a->parts) {
+        multiply_part(down, &a->activated, a->out, all_out_features(down), part, a->parts);
+    }
 }
 
 // Returns 0, or 1 where there is no memory.
@@ -247,12 +270,13 @@ int ISA(gated_mlp_block)(const gated_mlp_block_t *block, const bf16 *hidden, con
     room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
     uint8_t *memory = room.at;
     if (memory == NULL) return 1;
-    barrier_t barrier = {0};
-    gated_mlp_run_t a = {.block = block, .out = out, .barrier = &barrier};
+    gated_mlp_run_t a = {.block = block, .out = out, .parts = parts_for(threads)};
+    __typeof__(*a.phases) phases = {{0, 0}};
+    a.phases = &phases;
     a.gate_up = norm_product(hidden, residual, sum, block->norm, block->eps, block->gate_up, tokens, size, &room);
     a.hidden = take(&room, tokens * features);
     a.activated = take_input(block->down, a.hidden, tokens, &room);
-    rorqual_parallel(gated_mlp_block_share, &a, threads);
+    rorqual_region(gated_mlp_block_region, &a, threads);
     free(memory);
     return 0;
 }

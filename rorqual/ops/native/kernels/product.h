@@ -1,8 +1,8 @@
 // x W^T + b with a weight of any kind: what the op `linear` calls, and what a kernel of several products is made of.
 //
 // `prepare_input` says where an input is and goes, `read_rows` fills it, `multiply` computes some output features for
-// all rows. Threads share the rows and, after a barrier, the output features; or, of an input that is worth no barrier,
-// each reads all rows into memory of its own.
+// all rows. Threads share the rows and, when all are read, the output features; or, of an input that is not worth the
+// wait, each reads all rows into memory of its own.
 
 INLINE int has_dynamic(const operand_t *w) {
     for (; w != NULL; w = w->next)
@@ -62,23 +62,27 @@ typedef struct {
     input_t input;
     bf16 *out;
     int64_t out_features;
-    int dynamic, shared;
-    barrier_t *barrier;
+    int parts;
+    int dynamic, shared;  // the input is to be rounded; by all threads together
+    phase_t *reading, *multiplying;
 } product_t;
 
-static void product_share(const void *arg, int thread, int num_threads) {
+static void product_region(const void *arg) {
     const product_t *a = arg;
     const int64_t blocks = a->out_features / 16, rows = a->input.rows, features = a->weight->in_features;
     input_t in = a->input;
     if (a->shared) {
-        read_rows(&in, features, rows * thread / num_threads, rows * (thread + 1) / num_threads);
-        team_barrier(a->barrier, num_threads);
+        for (int64_t part; (part = phase_take(a->reading)) < a->parts;) {
+            read_rows(&in, features, rows * part / a->parts, rows * (part + 1) / a->parts);
+            phase_finish(a->reading);
+        }
+        phase_wait(a->reading, a->parts);
     } else if (a->dynamic) {
         in = prepare_input(in.x, in.stride, rows, features, thread_scratch(SCRATCH_INPUT, input_bytes(rows, features)));
         read_rows(&in, features, 0, rows);
     }
-    multiply(a->weight, &in, a->out, a->out_features, blocks * thread / num_threads,
-             blocks * (thread + 1) / num_threads);
+    for (int64_t part; (part = phase_take(a->multiplying)) < a->parts;)
+        multiply(a->weight, &in, a->out, a->out_features, blocks * part / a->parts, blocks * (part + 1) / a->parts);
 }
 
 // out [rows][out_features of all chained operands], without gaps.
@@ -87,15 +91,17 @@ void ISA(linear)(const operand_t *weight, const bf16 *x, int64_t x_stride, int64
     const int64_t features = weight->in_features;
     const int dynamic = has_dynamic(weight), shared = dynamic && rows * features > SHARED_INPUT;
     void *memory = shared ? thread_scratch(SCRATCH_INPUT, input_bytes(rows, features)) : NULL;
-    barrier_t barrier = {0};
+    phase_t reading = {0}, multiplying = {0};
     const product_t a = {
         .weight = weight,
         .input = prepare_input(x, x_stride, rows, features, memory),
         .out = out,
         .out_features = all_out_features(weight),
+        .parts = parts_for(threads),
         .dynamic = dynamic,
         .shared = shared,
-        .barrier = &barrier,
+        .reading = &reading,
+        .multiplying = &multiplying,
     };
-    rorqual_parallel(product_share, &a, threads);
+    rorqual_region(product_region, &a, threads);
 }
