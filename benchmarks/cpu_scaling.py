@@ -228,19 +228,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     results = [measure(asked.model, asked.quantization, n, asked.kv_bytes) for n in asked.threads]
-    facts = environment()
-    (asked.out / "cpu_scaling.json").write_text(json.dumps({"environment": facts, "results": results}, indent=1) + "\n")
-    command = f"python benchmarks/cpu_scaling.py {Path(asked.model).name} --quantization {asked.quantization}"
+    write({"model": Path(asked.model).name, "quantization": asked.quantization, "environment": environment(),
+           "results": results}, asked.out)  # fmt: skip
+
+
+def write(found: dict[str, Any], out: Path) -> None:
+    (out / "cpu_scaling.json").write_text(json.dumps(found, indent=1) + "\n")
+    facts = found["environment"]
     head = [
         "# CPU: a step's time by its size",
         "",
-        f"- model {Path(asked.model).name}, --quantization {asked.quantization}; {facts['cpu']}",
-        f"- command: `{command}`; what is measured stands at the top of that file",
+        f"- model {found['model']}, --quantization {found['quantization']}; {facts['machine']['cpu']}",
+        f"- date {facts['date']}, commit {facts['commit']}",
+        f"- command: `python benchmarks/cpu_scaling.py {found['model']} --quantization {found['quantization']}`; what it "
+        "measures stands at the top of that file",
         "- the plot: [cpu_scaling.svg](cpu_scaling.svg)",
         "",
     ]
-    (asked.out / "cpu_scaling.md").write_text("\n".join(head) + table(results))
-    plot(results, asked.out / "cpu_scaling.svg")
+    (out / "cpu_scaling.md").write_text("\n".join(head) + table(found["results"]))
+    plot(found["results"], out / "cpu_scaling.svg")
 
 
 if __name__ == "__main__":

@@ -141,11 +141,19 @@ class Transformers:
 
 
 class LlamaCpp:
-    """Requests run one after the other."""
+    """Requests run one after the other. Without its repacked weights, whose AMX kernels end in SIGILL (0.3.36)."""
 
     def __init__(self, model: str, threads: int) -> None:
-        from llama_cpp import Llama
+        from llama_cpp import Llama, llama_cpp
 
+        defaults = llama_cpp.llama_model_default_params
+
+        def without_repacking() -> Any:
+            params = defaults()
+            params.use_extra_bufts = "amx_tile" not in Path("/proc/cpuinfo").read_text()
+            return params
+
+        llama_cpp.llama_model_default_params = without_repacking
         self.llm = Llama(model, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
         self.vocab_size = self.llm.n_vocab()
 
