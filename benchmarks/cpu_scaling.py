@@ -240,8 +240,8 @@ def write(found: dict[str, Any], out: Path) -> None:
         "",
         f"- model {found['model']}, --quantization {found['quantization']}; {facts['machine']['cpu']}",
         f"- date {facts['date']}, commit {facts['commit']}",
-        f"- command: `python benchmarks/cpu_scaling.py {found['model']} --quantization {found['quantization']}`; what it "
-        "measures stands at the top of that file",
+        f"- command: `python benchmarks/cpu_scaling.py {found['model']} --quantization {found['quantization']}`; what "
+        "it measures stands at the top of that file",
         "- the plot: [cpu_scaling.svg](cpu_scaling.svg)",
         "",
     ]

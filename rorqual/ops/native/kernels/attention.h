@@ -81,7 +81,7 @@ INLINE i32x16 lane_positions(const attention_t *a, const task_t *t) {
 // values times them.
 typedef struct part {
     float top[16], total[16];
-    float sums[MAX_HEAD_DIM][16];  // [head_dim][lane] with AMX, else [lane][head_dim] in the same memory
+    float sums[MAX_HEAD_DIM][16];
 } __attribute__((aligned(64))) part_t;
 
 // Hides scores [count][16 lanes] of the keys from `first` on where a lane does not see them; returns the largest.
@@ -107,6 +107,15 @@ INLINE f32x16 top_of(float *scores, int64_t first, int64_t count, i32x16 positio
 // count 1: add_part's factor for such a part is 0 beside one with a key, which every lane has in the end.
 INLINE f32x16 weight_of(const float *score, f32x16 top, float scale) { return exp2_16((load(score) - top) * scale); }
 
+// Pairs of channels of all lanes side by side.
+INLINE void gather_query(const attention_t *a, const task_t *t, uint32_t (*query)[16]) {
+    __builtin_memset(query, 0, 32 * a->head_dim);
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
+        const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
+        for (int64_t i = 0; i < a->head_dim / 2; i++) __builtin_memcpy(&query[i][lane], q + 2 * i, sizeof(uint32_t));
+    }
+}
+
 #ifdef USE_AMX
 
 INLINE void attention_tiles(void) {
@@ -126,11 +135,7 @@ static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *
     float scores[SPAN][16] __attribute__((aligned(64)));
     uint32_t weights[SPAN / 2][16] __attribute__((aligned(64)));
     bf16 last[MAX_HEAD_DIM][16] __attribute__((aligned(64)));
-    __builtin_memset(query, 0, 32 * dim);
-    for (int64_t lane = 0; lane < t->lanes; lane++) {
-        const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
-        for (int64_t i = 0; i < dim / 2; i++) __builtin_memcpy(&query[i][lane], q + 2 * i, sizeof(uint32_t));
-    }
+    gather_query(a, t, query);
     const int64_t context = a->context_lens[t->seq];
     const int64_t begin = max64(span, t->begin / 16 * 16), end = min64(span + SPAN, (t->end + 15) / 16 * 16);
     for (int64_t key = begin; key < end; key += 16) {
@@ -192,9 +197,128 @@ static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *
     }
 }
 
-INLINE void scale_and_add(const attention_t *a, const task_t *t, part_t *into, f32x16 kept, const part_t *part,
-                          f32x16 counted) {
-    (void)t;
+#else
+
+INLINE void attention_tiles(void) {}
+
+// A register's worth of lanes: the compiler keeps wider vectors in memory.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float lanes_t __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
+typedef float lanes_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#define AT_ONCE 8  // keys or channels, each with a register
+#define VALUES_AT_ONCE 32
+
+// The scores of a few keys: for each channel (or pair of them), the lanes' queries times one number of the key.
+INLINE void score_keys(const bf16 *const *keys, const uint32_t (*query)[16], int64_t dim, float (*scores)[16],
+                       const int count) {
+#ifndef __AVX512BF16__
+    float wide[AT_ONCE][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    for (int j = 0; j < count; j++)
+        for (int64_t i = 0; i < dim; i += 16) store(wide[j] + i, load_bf16(keys[j] + i));
+#endif
+    for (int lane = 0; lane < 16; lane += LANES) {
+        lanes_t sums[AT_ONCE];
+#pragma GCC unroll 8
+        for (int j = 0; j < count; j++) sums[j] = (lanes_t){0};
+        for (int64_t i = 0; i < dim / 2; i++) {
+            const bits_t pair = *(const bits_mem *)(query[i] + lane);
+#ifdef __AVX512BF16__
+#pragma GCC unroll 8
+            for (int j = 0; j < count; j++) {
+                int32_t key;
+                __builtin_memcpy(&key, keys[j] + 2 * i, sizeof key);
+                sums[j] = (lanes_t)_mm512_dpbf16_ps((__m512)sums[j], (__m512bh)pair, (__m512bh)_mm512_set1_epi32(key));
+            }
+#else
+            const lanes_t first = (lanes_t)(pair << 16), second = (lanes_t)(pair & 0xffff0000);
+#pragma GCC unroll 8
+            for (int j = 0; j < count; j++) sums[j] += first * wide[j][2 * i];
+#pragma GCC unroll 8
+            for (int j = 0; j < count; j++) sums[j] += second * wide[j][2 * i + 1];
+#endif
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < count; j++) *(lanes_mem *)(scores[j] + lane) = sums[j];
+    }
+}
+
+// Adds weights [count][16] times values [count][dim] to sums [dim][16], in the order of the keys.
+INLINE void add_values(const float (*weights)[16], const float (*values)[MAX_HEAD_DIM], int64_t count, int64_t dim,
+                       float (*to)[16]) {
+    for (int64_t i = 0; i < dim; i += AT_ONCE)
+        for (int lane = 0; lane < 16; lane += LANES) {
+            lanes_t sums[AT_ONCE];
+#pragma GCC unroll 8
+            for (int c = 0; c < AT_ONCE; c++) sums[c] = *(const lanes_mem *)(to[i + c] + lane);
+            for (int64_t j = 0; j < count; j++) {
+                const lanes_t weight = *(const lanes_mem *)(weights[j] + lane);
+#pragma GCC unroll 8
+                for (int c = 0; c < AT_ONCE; c++) sums[c] += weight * values[j][i + c];
+            }
+#pragma GCC unroll 8
+            for (int c = 0; c < AT_ONCE; c++) *(lanes_mem *)(to[i + c] + lane) = sums[c];
+        }
+}
+
+// The same sums without tiles.
+static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *part) {
+    const int64_t dim = a->head_dim;
+    const float scale = a->scale * LOG2_E;
+    uint32_t query[MAX_HEAD_DIM / 2][16] __attribute__((aligned(64)));
+    float scores[SPAN][16] __attribute__((aligned(64)));
+    float values[VALUES_AT_ONCE][MAX_HEAD_DIM] __attribute__((aligned(64)));
+    gather_query(a, t, query);
+    const int64_t begin = max64(span, t->begin), end = min64(span + SPAN, t->end);
+    int64_t key = begin;
+    for (; key + AT_ONCE <= end; key += AT_ONCE) {
+        const bf16 *keys[AT_ONCE];
+        for (int j = 0; j < AT_ONCE; j++)
+            keys[j] = page_of(a, a->key_cache, t, key + j) + (key + j) % a->block_size * dim;
+        score_keys(keys, (const uint32_t (*)[16])query, dim, scores + (key - begin), AT_ONCE);
+    }
+    for (; key < end; key++) {
+        const bf16 *last = page_of(a, a->key_cache, t, key) + key % a->block_size * dim;
+        score_keys(&last, (const uint32_t (*)[16])query, dim, scores + (key - begin), 1);
+    }
+    const f32x16 top = top_of(scores[0], begin, end - begin, lane_positions(a, t), a->window);
+    f32x16 total = {0};
+    for (key = begin; key < end; key++) {
+        const f32x16 weight = weight_of(scores[key - begin], top, scale);
+        total += weight;
+        store(scores[key - begin], weight);
+    }
+    store(part->top, top);
+    store(part->total, total);
+    for (int64_t i = 0; i < dim; i++) store(part->sums[i], (f32x16){0});
+    for (key = begin; key < end; key += VALUES_AT_ONCE) {
+        const int64_t count = min64(VALUES_AT_ONCE, end - key);
+        for (int64_t j = 0; j < count; j++) {
+            const bf16 *value = page_of(a, a->value_cache, t, key + j) + (key + j) % a->block_size * dim;
+            for (int64_t i = 0; i < dim; i += 16) store(values[j] + i, load_bf16(value + i));
+        }
+        add_values((const float (*)[16])(scores + (key - begin)), (const float (*)[MAX_HEAD_DIM])values, count, dim,
+                   part->sums);
+    }
+}
+
+#endif
+
+// Adds the next span's part; one function, so that all who call it round alike.
+__attribute__((noinline)) static void add_part(const attention_t *a, part_t *into, const part_t *part) {
+    const float scale = a->scale * LOG2_E;
+    const f32x16 old = load(into->top), top = max16(old, load(part->top));
+    const f32x16 kept = exp2_16((old - top) * scale), counted = exp2_16((load(part->top) - top) * scale);
+    store(into->top, top);
+    store(into->total, load(into->total) * kept + load(part->total) * counted);
     for (int64_t i = 0; i < a->head_dim; i++)
         store(into->sums[i], load(into->sums[i]) * kept + load(part->sums[i]) * counted);
 }
@@ -209,86 +333,6 @@ static void finish(const attention_t *a, const task_t *t, part_t *part) {
     }
 }
 
-#else
-
-INLINE void attention_tiles(void) {}
-
-// The same sums with the lanes in a loop and the channels in a register.
-static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *part) {
-    const int64_t dim = a->head_dim, parts = dim / 16, lanes = t->lanes;
-    const float scale = a->scale * LOG2_E;
-    float query[16][MAX_HEAD_DIM] __attribute__((aligned(64)));
-    float scores[SPAN][16] __attribute__((aligned(64)));
-    float *sums = part->sums[0];
-    for (int64_t lane = 0; lane < lanes; lane++) {
-        const bf16 *q = a->query + lane_offset(a, t, lane, a->query_token_stride, a->query_head_stride);
-        for (int64_t i = 0; i < dim; i += 16) {
-            store(query[lane] + i, load_bf16(q + i));
-            store(sums + lane * dim + i, (f32x16){0});
-        }
-    }
-    const int64_t begin = max64(span, t->begin), end = min64(span + SPAN, t->end);
-    for (int64_t key = begin; key < end; key++) {
-        const bf16 *keys = page_of(a, a->key_cache, t, key) + key % a->block_size * dim;
-        store(scores[key - begin], (f32x16){0});
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            f32x16 products = {0};
-            for (int64_t i = 0; i < parts; i++) products += load_bf16(keys + 16 * i) * load(query[lane] + 16 * i);
-            scores[key - begin][lane] = sum16(products);
-        }
-    }
-    const f32x16 top = top_of(scores[0], begin, end - begin, lane_positions(a, t), a->window);
-    f32x16 total = {0};
-    for (int64_t key = begin; key < end; key++) {
-        const f32x16 weight = weight_of(scores[key - begin], top, scale);
-        total += weight;
-        store(scores[key - begin], weight);
-    }
-    store(part->top, top);
-    store(part->total, total);
-    for (int64_t key = begin; key < end; key++) {
-        const bf16 *values = page_of(a, a->value_cache, t, key) + key % a->block_size * dim;
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            const float weight = scores[key - begin][lane];
-            if (weight == 0.0f) continue;
-            float *to = sums + lane * dim;
-            for (int64_t i = 0; i < dim; i += 16) store(to + i, load(to + i) + load_bf16(values + i) * weight);
-        }
-    }
-}
-
-INLINE void scale_and_add(const attention_t *a, const task_t *t, part_t *into, f32x16 kept, const part_t *part,
-                          f32x16 counted) {
-    for (int64_t lane = 0; lane < t->lanes; lane++) {
-        float *to = into->sums[0] + lane * a->head_dim;
-        const float *from = part->sums[0] + lane * a->head_dim;
-        for (int64_t i = 0; i < a->head_dim; i += 16)
-            store(to + i, load(to + i) * kept[lane] + load(from + i) * counted[lane]);
-    }
-}
-
-static void finish(const attention_t *a, const task_t *t, part_t *part) {
-    const int64_t dim = a->head_dim;
-    for (int64_t lane = 0; lane < t->lanes; lane++) {
-        bf16 *out = a->out + lane_offset(a, t, lane, a->heads, 1) * dim;
-        const float *sums = part->sums[0] + lane * dim;
-        for (int64_t i = 0; i < dim; i += 16) store_bf16(out + i, load(sums + i) / part->total[lane]);
-    }
-}
-
-#endif
-
-// Adds the next span's part; one function, so that all who call it round alike.
-__attribute__((noinline)) static void add_part(const attention_t *a, const task_t *t, part_t *into,
-                                               const part_t *part) {
-    const float scale = a->scale * LOG2_E;
-    const f32x16 old = load(into->top), top = max16(old, load(part->top));
-    const f32x16 kept = exp2_16((old - top) * scale), counted = exp2_16((load(part->top) - top) * scale);
-    store(into->top, top);
-    store(into->total, load(into->total) * kept + load(part->total) * counted);
-    scale_and_add(a, t, into, kept, part, counted);
-}
-
 // One task, span by span.
 static void attend_alone(const attention_t *a, const task_t *t) {
     part_t sum, part;
@@ -296,7 +340,7 @@ static void attend_alone(const attention_t *a, const task_t *t) {
     attend(a, t, first, &sum);
     for (int64_t span = first + SPAN; span < t->end; span += SPAN) {
         attend(a, t, span, &part);
-        add_part(a, t, &sum, &part);
+        add_part(a, &sum, &part);
     }
     finish(a, t, &sum);
 }
@@ -315,7 +359,7 @@ static void share_parts(const attention_t *a) {
     for (int64_t task; (task = phase_take(a->adding)) < a->num_tasks;) {
         const task_t t = find_task(a, task);
         part_t *sum = a->parts + a->first_part[task];
-        for (int64_t i = a->first_part[task] + 1; i < a->first_part[task + 1]; i++) add_part(a, &t, sum, a->parts + i);
+        for (int64_t i = a->first_part[task] + 1; i < a->first_part[task + 1]; i++) add_part(a, sum, a->parts + i);
         finish(a, &t, sum);
         phase_finish(a->adding);
     }
