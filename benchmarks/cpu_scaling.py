@@ -86,12 +86,11 @@ class Model:
 
     def floor(self, num_seqs: int, context: int, length: int = 1) -> tuple[int, int]:
         """(bytes that a step must read, operations that it must do)."""
-        config = self.llm.engine._runner.model
         kv = sum(
             len(group.layers) * 2 * group.spec.num_kv_heads * group.spec.head_dim * group.spec.dtype.itemsize
             for group in self.resolved.groups
         )
-        head, layers = _weights(config)
+        head, layers = _weights(self.runner.model)
         tokens = num_seqs * length
         operations = 2 * (tokens * layers[1] + num_seqs * head[1])
         return layers[0] + head[0] + num_seqs * context * kv, operations
@@ -105,7 +104,7 @@ def _weights(model: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         if operand is None:
             continue
         key = "head" if "lm_head" in name else "layers"
-        rows, columns = getattr(module, "logical_shape", None) or _shape(operand)
+        rows, columns = _shape(operand)
         total_bytes, total_values = found[key]
         found[key] = (total_bytes + operand.nbytes, total_values + rows * columns)
     return found["head"], found["layers"]

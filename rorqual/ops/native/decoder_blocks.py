@@ -13,11 +13,11 @@ from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, Norm, Prod
 from rorqual.ops.native._integer_linear import PackedIntegers
 from rorqual.ops.native.library import Operand, kernels, missing
 from rorqual.ops.native.linear import operand_of
+from rorqual.ops.native.rope import INTERLEAVED
 from rorqual.ops.native.store_kvcache import refuse_layout
 from rorqual.ops.store_kvcache import LayerKV
 
 _BF16 = torch.bfloat16
-_INTERLEAVED = 1
 
 
 class _Attention(ctypes.Structure):
@@ -121,7 +121,7 @@ def _attention_structure(block: AttentionBlock, cache: LayerKV) -> _Attention | 
         window=block.sliding_window or 0,
         rotary_width=table.shape[1],
         rotary_offset=block.rotation.offset,
-        rotary_flags=_INTERLEAVED * block.rotation.interleaved,
+        rotary_flags=INTERLEAVED * block.rotation.interleaved,
         eps=block.norm.eps,
         query_eps=block.query_norm.eps if block.query_norm else 0.0,
         key_eps=block.key_norm.eps if block.key_norm else 0.0,
@@ -208,6 +208,16 @@ def _step_of(batch: Batch, group: int) -> tuple[int, Any]:
     return once(batch.scratch, ("native step", group), make)
 
 
+def _stream(
+    hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int | None, int, int]]:
+    """(where a block's output goes, where the sum goes, the addresses of hidden, residual and these two)."""
+    out = torch.empty_like(hidden)
+    total = hidden if residual is None else torch.empty_like(hidden)
+    given = None if residual is None else residual.data_ptr()
+    return out, total, (hidden.data_ptr(), given, out.data_ptr(), total.data_ptr())
+
+
 @attention_block.impl("native", refuse=_refuse_attention)
 def attention_block_native(
     hidden: torch.Tensor, residual: torch.Tensor | None, block: AttentionBlock, batch: Batch, cache: LayerKV
@@ -215,16 +225,12 @@ def attention_block_native(
     """See the reference; equal to the single kernels to the bit."""
     found, plan = kernels(), block.prepared["native"]
     assert found is not None
-    out = torch.empty_like(hidden)
-    total = hidden if residual is None else torch.empty_like(hidden)
+    out, total, stream = _stream(hidden, residual)
     failed = found.attention_block(
         plan.address,
         _step_of(batch, cache.group)[0],
         block.rotation.cos_sin.shape[0],
-        hidden.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
+        *stream,
     )
     if failed == 1:
         raise MemoryError(f"no memory for an attention block of {hidden.shape[0]} tokens")
@@ -241,14 +247,10 @@ def gated_mlp_block_native(
     """See the reference; equal to the single kernels to the bit."""
     found, plan = kernels(), block.prepared["native"]
     assert found is not None
-    out = torch.empty_like(hidden)
-    total = hidden if residual is None else torch.empty_like(hidden)
+    out, total, stream = _stream(hidden, residual)
     failed = found.gated_mlp_block(
         plan.address,
-        hidden.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
+        *stream,
         hidden.shape[0],
         torch.get_num_threads(),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 
 from rorqual.platform import cpu_flags
-
-_log = logging.getLogger(__name__)
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"}
 _ISAS: dict[str, set[str]] = {

@@ -10,7 +10,7 @@ import torch
 from rorqual.ops.native.library import kernels, missing, threads_for
 from rorqual.ops.rope import RotaryOutput, check, rotary_embedding
 
-_INTERLEAVED, _CONJUGATE, _INT32_POSITIONS = 1, 2, 4
+INTERLEAVED, _CONJUGATE, _INT32_POSITIONS = 1, 2, 4
 
 
 def _refuse(
@@ -55,7 +55,7 @@ def rotary_embedding_native(
     else:
         key, key_out, key_args = _prepared(key, inplace)
         num_values = query.numel() + key.numel()
-    flags = _INTERLEAVED * interleaved + _CONJUGATE * conjugate + _INT32_POSITIONS * (positions.dtype == torch.int32)
+    flags = INTERLEAVED * interleaved + _CONJUGATE * conjugate + _INT32_POSITIONS * (positions.dtype == torch.int32)
     rows, width = cos_sin.shape
     outside = found.rope(
         *query_args,
