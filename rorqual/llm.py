@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
 from rorqual.config import EngineConfig
-from rorqual.engine.engine import Engine
+from rorqual.engine.model_files import open_model, timed
 from rorqual.outputs import RequestOutput, StreamDelta
 from rorqual.sampling_params import SamplingParams
 from rorqual.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rorqual.engine.engine import Engine
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text; token ids; or {"prompt": text} or {"prompt_token_ids": ids}, either with an optional "cache_salt"."""
@@ -34,7 +39,12 @@ class LLM:
         """Load a model. `progress` shows bars on stderr. Raises ValueError for a bad option, model or checkpoint."""
         self._lock = threading.RLock()
         self._deltas: dict[str, deque[StreamDelta]] = {}
-        self._engine: Engine | None = Engine(EngineConfig(model=model, **options), progress=progress)
+        config = EngineConfig(model=model, **options)
+        with _without_collections():
+            files = open_model(config)
+            with timed(files.seconds, "import"):
+                from rorqual.engine.engine import Engine  # and torch with it
+            self._engine: Engine | None = Engine(config, files, progress=progress)
 
     @property
     def engine(self) -> Engine:
@@ -211,6 +221,18 @@ class Stream(Iterator[StreamDelta]):
 
     def __del__(self) -> None:
         self.close()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Switch the garbage collector off: loading makes hundreds of thousands of objects, and nearly all of them stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +109,30 @@ def return_freed_memory() -> None:
     """Hand back to the kernel what is free now, once: loading frees as much as it keeps. Only glibc does it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def load_torch_library() -> None:
+    """Let a thread load torch's library, unless torch is there; a later `import torch` finds it, or waits for the rest.
+
+    Relocating and initialising its 400 MB takes a third of a second without a line of Python. The import would hold
+    Python's lock all the while; a plain call of dlopen does not. Where it fails, the import says why.
+    """
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    # In this order, and seen as widely, as torch itself does it.
+    wanted = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_cpu.so": os.RTLD_LOCAL}
+    files = {Path(spec.origin).parent / "lib" / name: seen for name, seen in wanted.items()}
+    if not all(file.is_file() for file in files):
+        return
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+
+    def load() -> None:
+        for file, seen in files.items():
+            dlopen(os.fsencode(file), os.RTLD_NOW | seen)
+
+    threading.Thread(target=load, name="load torch").start()
 
 
 def pick_device(wanted: str) -> torch.device:

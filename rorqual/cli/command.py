@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def open_llm(settings: Settings, *, quiet: bool) -> LLM:
     from rorqual.llm import LLM
 
     llm = LLM(**config.model_dump(exclude_unset=True), progress=not quiet)
+    gc.freeze()  # what is there now stays until the end, so no collection need look at it again, at the exit neither
     if not quiet:
         print(llm.engine.banner(), file=sys.stderr, flush=True)
     return llm

@@ -18,14 +18,13 @@ from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.config import EngineConfig
 from rorqual.engine.answer import Answer
 from rorqual.engine.batch_builder import build_batch
+from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
 from rorqual.engine.sampler import Sampler, SampleRow, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
-from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
-from rorqual.loader.gguf import GGUFCheckpoint
+from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.json_file import read_json_object
-from rorqual.loader.source import resolve_model
 from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
 from rorqual.platform import describe_device, keep_freed_memory, usable_cores
 from rorqual.sampling_params import SamplingParams
@@ -68,24 +67,21 @@ class _Request:
 class Engine:
     """One model, its cache, and the requests that share them. Not thread-safe: one caller at a time."""
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig, files: ModelFiles | None = None, *, progress: bool = False) -> None:
+        """Load the model. `files` is what `open_model` made of the config; by default it is asked now."""
+        files = files or open_model(config)
         self.config = config
         self.stats = StepStats()
-        self.start_seconds: dict[str, float] = {}
+        self.start_seconds = files.seconds
         """Start-up time by stage."""
         # The pool of torch's threads belongs to the process; every engine in it wants the same number.
         if torch.get_num_threads() != (threads := config.threads or usable_cores()):
             torch.set_num_threads(threads)
         keep_freed_memory()
-        with self._start_stage("resolve"):
-            self.path = resolve_model(config.model, revision=config.revision)
-        with self._start_stage("open"):
-            checkpoint = open_checkpoint(self.path, load_format=config.load_format)
-        with self._start_stage("tokenizer"):
-            self.tokenizer = _load_tokenizer(config, checkpoint)
-        with self._start_stage("weights"):
+        self.path, self.tokenizer, checkpoint = files.path, files.tokenizer, files.checkpoint
+        with timed(self.start_seconds, "weights"):
             self._runner = ModelRunner(config, checkpoint, progress=progress)
-        with self._start_stage("warm-up"):
+        with timed(self.start_seconds, "warm-up"):
             self.kernels = self._runner.warm_up()
             """Op -> backend that this model's calls get."""
         self.resolved = self._runner.resolved
@@ -394,38 +390,9 @@ class Engine:
         backends = dict.fromkeys(self.kernels.values())
         return {b: ", ".join(op for op, used in self.kernels.items() if used == b) for b in backends}
 
-    @contextmanager
-    def _start_stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.start_seconds[name] = time.perf_counter() - start
-
 
 _SEED_STRIDE = 0xD1342543DE82EF95
 """Distance between the seeds of a request's n answers: odd, so that all 2**64 are different."""
-
-
-def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The model's tokenizer, or another one's if asked for. None if unwanted, or for dummy weights without any."""
-    if config.skip_tokenizer_init:
-        return None
-    template = None
-    if config.chat_template is not None:
-        try:
-            template = Path(config.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot read the chat template {config.chat_template}: {error.strerror}") from None
-    if config.tokenizer is not None:
-        path = resolve_model(config.tokenizer)
-    else:
-        path = checkpoint.path
-        if isinstance(checkpoint, GGUFCheckpoint):
-            return Tokenizer.from_gguf(checkpoint.metadata, chat_template=template)
-    if path.is_dir():
-        if config.load_format == "dummy" and not (path / "tokenizer.json").exists():
-            return None
-        return Tokenizer.from_folder(path, chat_template=template)
-    return Tokenizer.from_gguf(GGUFCheckpoint(path).metadata, chat_template=template)
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -25,8 +25,11 @@ class Checkpoint(Protocol):
     """As in generation_config.json; {} when there is none."""
     size_bytes: int
     """Stored bytes of all tensors."""
-    integer_formats: Mapping[str, IntegerFormat]
-    """The matrices that are stored as integers, and how."""
+
+    @property
+    def integer_formats(self) -> Mapping[str, IntegerFormat]:
+        """The matrices that are stored as integers, and how."""
+        ...
 
     def names(self) -> Collection[str]:
         """Every tensor's name, e.g. "model.layers.0.self_attn.q_proj.weight"."""

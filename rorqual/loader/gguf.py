@@ -1,20 +1,22 @@
-"""A GGUF file read as a Hugging Face checkpoint: its names, its row order, its config."""
+"""A GGUF file read as a Hugging Face checkpoint: its names, row order and config. No torch before a tensor is read."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from rorqual.loader.gguf_config import ROPE_FACTORS, generation_config, synthesise_config
-from rorqual.loader.gguf_dequantize import dequantize
 from rorqual.loader.gguf_file import GGUFFile, StoredType, TensorInfo, read_metadata
-from rorqual.quantization.gguf_blocks import integer_weight
-from rorqual.quantization.integer import INTEGER_FORMATS, IntegerFormat, IntegerWeight
+
+if TYPE_CHECKING:
+    import torch
+
+    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 __all__ = ["GGUFCheckpoint", "RawTensor", "read_metadata"]
 
@@ -84,7 +86,13 @@ class GGUFCheckpoint:
             if info.name != ROPE_FACTORS
             for name, source in self._places(file, info)
         }
-        self.integer_formats: Mapping[str, IntegerFormat] = {
+
+    @cached_property
+    def integer_formats(self) -> Mapping[str, IntegerFormat]:
+        """The matrices that are stored as integers, and how."""
+        from rorqual.quantization.integer import INTEGER_FORMATS
+
+        return {
             name: INTEGER_FORMATS[source.info.type.name.lower()]
             for name, source in self._sources.items()
             if source.info.type.block_size > 1 and len(self.shape(name)) == 2
@@ -101,6 +109,10 @@ class GGUFCheckpoint:
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor's values on the CPU: F32, F16 and BF16 as stored (perhaps mapped), the rest as float32."""
+        import torch
+
+        from rorqual.loader.gguf_dequantize import dequantize
+
         raw = self.raw(name)
         if raw.type.block_size > 1:
             values = torch.from_numpy(dequantize(raw.data, raw.type))
@@ -111,6 +123,8 @@ class GGUFCheckpoint:
 
     def load_integers(self, name: str) -> IntegerWeight:
         """One of `integer_formats` on the CPU, without loss."""
+        from rorqual.quantization.gguf_blocks import integer_weight
+
         return integer_weight(self.raw(name).data, self.integer_formats[name])
 
     def raw(self, name: str) -> RawTensor:

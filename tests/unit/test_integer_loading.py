@@ -52,7 +52,7 @@ def test_packed_tensors_go_to_the_layers_as_they_are(packed, monkeypatch):
 
     model, seen = built(packed, IntegerQuantization(dynamic=True, stored=packed.integer_formats)), []
     with monkeypatch.context() as patched:
-        patched.setattr("rorqual.loader.gguf.dequantize", refuse)
+        patched.setattr("rorqual.loader.gguf_dequantize.dequantize", refuse)
         load(model, packed, on_tensor=seen.append)
     assert sum(seen) == sum(math.prod(packed.shape(name)) for name in packed.names())
     assert all(parameter.dim() == 1 for parameter in model.parameters()), "matrices are no parameters"

@@ -1,0 +1,57 @@
+"""Starting: what happens before torch is imported, and what is told about it."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from rorqual import LLM
+from tests.unit.tiny_gguf import smollm2_kinds, write_llama
+
+BEFORE_TORCH = """
+import sys, threading
+from rorqual.config import EngineConfig
+from rorqual.engine.model_files import open_model
+files = open_model(EngineConfig(model=sys.argv[1], skip_tokenizer_init=True))
+assert "torch" not in sys.modules
+assert files.checkpoint.shape("model.embed_tokens.weight")[1] == 64
+loading = [thread for thread in threading.enumerate() if thread.name == "load torch"]
+for thread in loading:
+    thread.join(60)
+mapped = open("/proc/self/maps").read().count("libtorch_cpu.so") if sys.platform == "linux" else 1
+import torch
+from rorqual.platform import load_torch_library
+load_torch_library()
+print(bool(mapped), torch.ones(3).sum().item(), threading.active_count())
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_llama(tmp_path / "m.gguf", smollm2_kinds)
+
+
+def test_files_are_opened_before_torch_is_imported_and_its_library_is_loaded_beside(model):
+    done = subprocess.run([sys.executable, "-c", BEFORE_TORCH, model], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "3.0", "1"], done.stderr
+
+
+def test_every_stage_of_the_start_is_told(model):
+    with LLM(str(model), skip_tokenizer_init=True, num_kv_blocks=64, device="cpu", progress=False) as llm:
+        assert list(llm.engine.start_seconds) == ["resolve", "open", "tokenizer", "import", "weights", "warm-up"]
+        assert f"import {llm.engine.start_seconds['import']:.2f} s" in llm.engine.banner()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(was_on, tmp_path):
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(ValueError, match="does not exist"):
+            LLM(str(tmp_path / "none.gguf"), progress=False)
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
