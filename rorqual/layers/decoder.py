@@ -17,9 +17,13 @@ from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import QKVParallelLinear, RowParallelLinear, heads_per_rank
 from rorqual.layers.mlp import GatedMLP
+from rorqual.layers.moe import SparseMoE
 from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding, RotaryTables
 from rorqual.loader.quantization_config import LinearFormat, Quantization
 from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, attention_block, gated_mlp_block
+from rorqual.ops.moe import SparseMoEBlock, sparse_moe_block
+
+FeedForward = GatedMLP | SparseMoE
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """One attention and one feed-forward block, each behind a norm, with the residual carried beside."""
 
-    def __init__(self, config: DecoderConfig, place: Placement, self_attn: SelfAttention, mlp: nn.Module) -> None:
+    def __init__(self, config: DecoderConfig, place: Placement, self_attn: SelfAttention, mlp: FeedForward) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=place.dtype, device=place.device) for _ in "12"
@@ -137,8 +141,8 @@ class DecoderLayer(nn.Module):
         return self.self_attn.block(self.input_layernorm)
 
     @functools.cached_property
-    def _gated_mlp(self) -> GatedMLPBlock | None:
-        return self.mlp.block(self.post_attention_layernorm) if isinstance(self.mlp, GatedMLP) else None
+    def _feed_forward(self) -> GatedMLPBlock | SparseMoEBlock:
+        return self.mlp.block(self.post_attention_layernorm)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, batch: Batch, kv: KVStorage
@@ -149,10 +153,10 @@ class DecoderLayer(nn.Module):
         """
         hidden, residual = attention_block(hidden, residual, self._attention, batch, kv[self.self_attn.layer])
         hidden = self.mesh.tp_all_reduce(hidden)
-        if self._gated_mlp is None:
-            hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-            return self.mlp(hidden), residual
-        hidden, residual = gated_mlp_block(hidden, residual, self._gated_mlp)
+        if isinstance(self._feed_forward, SparseMoEBlock):
+            hidden, residual = sparse_moe_block(hidden, residual, self._feed_forward)
+        else:
+            hidden, residual = gated_mlp_block(hidden, residual, self._feed_forward)
         return self.mesh.tp_all_reduce(hidden), residual
 
 
@@ -160,7 +164,11 @@ class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
     def __init__(
-        self, config: DecoderConfig, place: Placement, kv_specs: Sequence[KVSpec], make_mlp: Callable[[int], nn.Module]
+        self,
+        config: DecoderConfig,
+        place: Placement,
+        kv_specs: Sequence[KVSpec],
+        make_mlp: Callable[[int], FeedForward],
     ) -> None:
         super().__init__()
         dtype, device = place.dtype, place.device
@@ -196,7 +204,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder with a language-model head. `make_mlp(layer)` builds each layer's feed-forward block."""
 
-    def __init__(self, config: DecoderConfig, place: Placement, make_mlp: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: DecoderConfig, place: Placement, make_mlp: Callable[[int], FeedForward]) -> None:
         super().__init__()
         self.vocab_size = config.vocab_size
         _, num_kv_heads = heads_per_rank(config.num_attention_heads, config.num_key_value_heads, place.mesh)

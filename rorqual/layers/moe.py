@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from rorqual.distributed.mesh import Mesh
+from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import ReplicatedLinear
 from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
-from rorqual.ops.linear import Weight
-from rorqual.ops.moe import Routing, fused_experts, route_softmax
+from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts
 from rorqual.quantization import QuantFormat
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -59,14 +59,15 @@ class Experts(Layer):
         ]
         self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
         self.activation = quantization.activation if quantization else None
-        self._operands: list[list[Weight]] = []
+
+    def weights(self) -> ExpertWeights:
+        """This rank's weights, for an op: its results are to be summed over the ranks."""
+        gate_up, down = (tuple(each.operand for each in weights) for weights in (self._gate_up, self._down))
+        return ExpertWeights(gate_up, down, self.activation)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""
-        if not self._operands:
-            self._operands = [[weight.operand for weight in weights] for weights in (self._gate_up, self._down)]
-        gate_up, down = self._operands
-        return self.mesh.tp_all_reduce(fused_experts(x, gate_up, down, routing, activation=self.activation))
+        return self.mesh.tp_all_reduce(fused_experts(x, self.weights(), routing))
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """gate_proj, up_proj and down_proj of every expert."""
@@ -74,10 +75,6 @@ class Experts(Layer):
             gate_name, up_name, down_name = (f"{prefix}.{expert}.{name}" for name in _PROJECTIONS)
             yield from gate_up.wanted_parts([gate_name, up_name])
             yield from down.wanted_parts([down_name])
-
-    def prepare(self) -> None:
-        """Forget the weights as they were loaded: each lays itself out."""
-        self._operands = []
 
 
 class SparseMoE(nn.Module):
@@ -110,11 +107,9 @@ class SparseMoE(nn.Module):
             quantization=_format_of_experts(quantization, f"{prefix}.experts", num_experts),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same shape."""
-        routing = route_softmax(self.gate(x), top_k=self.top_k, renormalize=self.renormalize)
-        out: torch.Tensor = self.experts(x, routing)
-        return out
+    def block(self, norm: RMSNorm) -> SparseMoEBlock:
+        """All of it, behind a norm, as one op takes it."""
+        return SparseMoEBlock(norm.norm(), self.gate.product(), self.top_k, self.renormalize, self.experts.weights())
 
 
 def _some(formats: QuantFormat | IntegerParts | None, start: int, count: int) -> QuantFormat | IntegerParts | None:

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from rorqual.layers.decoder import CausalLM, DecoderConfig, Placement
+from rorqual.layers.decoder import CausalLM, DecoderConfig, FeedForward, Placement
 from rorqual.layers.mlp import GatedMLP
 from rorqual.layers.moe import SparseMoE
 from rorqual.layers.rotary_embedding import RopeParameters
@@ -67,7 +65,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen3MoeConfig:
 def build(config: Qwen3MoeConfig, place: Placement) -> CausalLM:
     """The model, its weights allocated and not filled."""
 
-    def make_mlp(layer: int) -> nn.Module:
+    def make_mlp(layer: int) -> FeedForward:
         if layer in config.dense_layers:
             return GatedMLP(
                 config.hidden_size,

@@ -87,8 +87,8 @@ def _norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return out
 
 
-def _add_norm(hidden: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(hidden + residual), hidden + residual)."""
+def add_norm(hidden: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(s), s) of s = hidden + residual, rounded. All [num_tokens, hidden_size]."""
     if residual is None:
         return _norm(hidden, norm), hidden
     out, total, _ = rms_norm(hidden, norm.weight, eps=norm.eps, residual=residual)
@@ -107,7 +107,7 @@ def attention_block(
     The sum is rounded to hidden's dtype, then normalised and projected to query, key and value; query and key heads are
     normalised (if the block has such norms) and rotated.
     """
-    normed, total = _add_norm(hidden, residual, block.norm)
+    normed, total = add_norm(hidden, residual, block.norm)
     heads, kv_heads = block.num_heads, block.num_kv_heads
     qkv = block.qkv(normed).view(normed.shape[0], heads + 2 * kv_heads, block.head_dim)
     qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -142,5 +142,5 @@ def gated_mlp_block(
     hidden: torch.Tensor, residual: torch.Tensor | None, block: GatedMLPBlock
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(down(silu(gate(norm(s))) * up(norm(s))), s) of s = hidden + residual, rounded. All [num_tokens, hidden_size]."""
-    normed, total = _add_norm(hidden, residual, block.norm)
+    normed, total = add_norm(hidden, residual, block.norm)
     return block.down(silu_and_mul(block.gate_up(normed))), total

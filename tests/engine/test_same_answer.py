@@ -93,6 +93,7 @@ def test_tokens_do_not_depend_on(name, switch, kind):
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTURE = {"moe_intermediate_size": 32, "num_experts": 16, "num_local_experts": None, "num_experts_per_tok": 3}
 COMPILED: dict[str, dict] = {
     "chunk of 1": {"long_prefill_token_threshold": 1},
     "chunk of 3": {"long_prefill_token_threshold": 3},
@@ -102,15 +103,21 @@ COMPILED: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [(name, "auto") for name in ("llama", "mistral_window", "qwen3", "qwen3_moe")] + [("qwen3_moe", "int4")],
+)
 @pytest.mark.parametrize("isa", usable_isas())
-def test_compiled_kernels_keep_the_promise_in_bfloat16(isa, name):
+def test_compiled_kernels_keep_the_promise_in_bfloat16(isa, name, quantization):
     options = {"dtype": "bfloat16", "load_format": "dummy", "block_size": 16, "num_kv_blocks": 64}
-    options["hf_overrides"] = WIDE | {"vocab_size": 208}
+    options["hf_overrides"] = WIDE | {"vocab_size": 208} | (MIXTURE if name == "qwen3_moe" else {})
+    options["quantization"] = quantization
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=18, ignore_eos=True)
     with using(isa):
         with tiny_llm(name, **options, enable_prefix_caching=False, max_num_seqs=1) as llm:
-            assert {llm.engine.kernels[op] for op in ("linear", "attention_block")} == {"native"}
+            assert {backend for op, backend in llm.engine.kernels.items() if op != "embedding"} == {"native"}
+            assert (llm.engine.resolved.quantization is not None) == (quantization == "int4")
+            assert ("sparse_moe_block" in llm.engine.kernels) == (name == "qwen3_moe")
             want = [llm.generate(ids, params, use_tqdm=False)[0].token_ids for ids in PROMPTS]
         for switch, changes in COMPILED.items():
             with tiny_llm(name, **(options | changes)) as llm:

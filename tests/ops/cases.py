@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rorqual.ops.moe import Routing, route_softmax
+from rorqual.ops.moe import ExpertWeights, Routing, route_softmax
 from rorqual.ops.sample import row_key
 from tests.ops.gemm_cases import GEMM_CASES
 from tests.ops.integer_cases import EMBEDDING_CASES
@@ -52,6 +52,14 @@ _ROUTE: dict[str, Callable[[], Call]] = {
     "negative": lambda: _routing(-normal(5, 128).abs(), 8),
     "bfloat16": lambda: _routing(normal(5, 16, dtype=BF16) + torch.arange(16).to(BF16), 3),
     "far_apart": lambda: _routing(normal(5, 16) * 100, 3),
+    "equals": lambda: _routing(normal(9, 40).round(), 5),
+    "bfloat16_equals": lambda: _routing(normal(60, 128, dtype=BF16).round(), 8),
+    "bfloat16_far_apart": lambda: _routing(normal(60, 23, dtype=BF16) * 100, 4),
+    "bfloat16_raw": lambda: _routing(normal(60, 60, dtype=BF16) * 3, 6, renormalize=False),
+    "bfloat16_excluded_experts": lambda: _routing(_cut(normal(9, 12, dtype=BF16)), 12),
+    "bfloat16_strided": lambda: _routing(every_other(normal(9, 33, dtype=BF16)), 3),
+    "bfloat16_many": lambda: _routing(normal(700, 128, dtype=BF16) * 2, 8),
+    "bfloat16_none": lambda: _routing(normal(0, 16, dtype=BF16), 2),
 }
 
 
@@ -61,9 +69,9 @@ def _experts(tokens: int, experts: int, top_k: int, *, dtype=torch.float32, view
     if only is not None:
         logits[:, only] += 50
     routing = route_softmax.reference(logits.to(dtype), top_k=top_k, renormalize=True)
-    gate_up = [normal(2 * inter, hidden, dtype=dtype, seed=10 + i) for i in range(experts)]
-    down = [normal(hidden, inter, dtype=dtype, seed=50 + i) for i in range(experts)]
-    return (view(normal(tokens, hidden, dtype=dtype)), gate_up, down, Routing(*routing)), {}
+    gate_up = tuple(normal(2 * inter, hidden, dtype=dtype, seed=10 + i) for i in range(experts))
+    down = tuple(normal(hidden, inter, dtype=dtype, seed=50 + i) for i in range(experts))
+    return (view(normal(tokens, hidden, dtype=dtype)), ExpertWeights(gate_up, down), Routing(*routing)), {}
 
 
 _EXPERTS: dict[str, Callable[[], Call]] = {

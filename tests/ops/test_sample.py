@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 import rorqual.ops.cpu.sample as cpu
 from rorqual.ops import sample
+from rorqual.ops.native.library import usable_isas, using
+from rorqual.ops.native.sample import row_max_native
 
 MASK32 = 2**32 - 1
 
@@ -225,18 +228,43 @@ def test_the_cpu_candidates_equal_the_reference(dtype, count):
     assert ours.logits.dtype == expected.logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize("answer", [sample.row_max.reference, cpu.row_max])
+ROW_MAX = {"reference": sample.row_max.reference, "cpu": cpu.row_max} | dict.fromkeys(usable_isas(), row_max_native)
+
+
+@pytest.mark.parametrize("answer", ROW_MAX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sa1_the_largest_logit_wins_and_ties_go_to_the_lowest_id(answer, dtype):
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[1, 3, 3, 2], [-inf, -inf, -2, -2], [0, nan, 5, nan], [-inf] * 4, [1, inf, 2, inf]]).to(
         dtype
     )
-    best = answer(logits)
+    with using(answer) if answer in usable_isas() else nullcontext():
+        best = ROW_MAX[answer](logits)
     assert best.token_ids[[0, 1, 2, 4]].tolist() == [1, 2, 1, 1]
     assert best.values[[0, 1, 3, 4]].tolist() == [3, -2, -inf, inf]
     assert best.values[2].isnan()
     assert best.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_logit_is_found_wherever_it_is(isa, dtype):
+    with using(isa):
+        for width in (1, 2, 15, 16, 17, 40, 63):
+            logits = -torch.arange(width * width, dtype=torch.float32).remainder(5).view(width, width) - 1
+            logits.fill_diagonal_(0)
+            apart = torch.cat((logits, logits), 1)[:, :width]
+            later = logits.clone()
+            later[:, -1] = -0.0  # equal to 0.0
+            later[-1, -1] = 0.0
+            for given in (logits, logits.t(), apart, later):
+                found = row_max_native(given.to(dtype))
+                assert torch.equal(found.token_ids, torch.arange(width))
+                assert found.values.tolist() == [0.0] * width
+            logits[width // 2] = -math.inf
+            logits[width // 3, width // 4] = math.nan
+            for ours, theirs in zip(row_max_native(logits.to(dtype)), sample.row_max.reference(logits), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_total_mass_is_one_over_the_best_probability():

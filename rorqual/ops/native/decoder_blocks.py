@@ -10,9 +10,8 @@ import torch
 
 from rorqual.batch import Batch, once
 from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, Norm, Product, attention_block, gated_mlp_block
-from rorqual.ops.native._integer_linear import PackedIntegers
 from rorqual.ops.native.library import Operand, kernels, missing
-from rorqual.ops.native.linear import operand_of
+from rorqual.ops.native.linear import laid_out
 from rorqual.ops.native.rope import INTERLEAVED
 from rorqual.ops.native.store_kvcache import refuse_layout
 from rorqual.ops.store_kvcache import LayerKV
@@ -62,7 +61,8 @@ class _Plan(NamedTuple):
     """Alive as long as the addresses in the structure are used."""
 
 
-def _refuse_norm(norm: Norm, size: int) -> str | None:
+def refuse_norm(norm: Norm, size: int) -> str | None:
+    """Why a block's kernel does not take a norm, or None."""
     if norm.weight.dtype != _BF16 or norm.weight.numel() != size or not norm.weight.is_contiguous():
         return f"needs bfloat16 norms of {size} values, got {norm.weight.dtype} {list(norm.weight.shape)}"
     return None
@@ -76,12 +76,10 @@ def _operands(products: tuple[Product, ...]) -> tuple[Operand, ...] | str:
             return f"its products take no options, got {', '.join(options)}"
         if bias is not None and (bias.dtype != _BF16 or not bias.is_contiguous()):
             return f"needs bfloat16 biases, got {bias.dtype}"
-        if isinstance(weight, PackedIntegers):
-            found.append(weight.bind(bias))
-        elif isinstance(weight, torch.Tensor) and weight.dim() == 4 and not weight.is_mkldnn:
-            found.append(operand_of(weight, bias))
-        else:
+        operand = laid_out(weight, bias)
+        if operand is None:
             return "its weights are not laid out for it"
+        found.append(operand)
     return tuple(found)
 
 
@@ -98,7 +96,7 @@ def _attention_structure(block: AttentionBlock, cache: LayerKV) -> _Attention | 
     norms = [(block.norm, qkv.in_features)]
     norms += [(norm, dim) for norm in (block.query_norm, block.key_norm) if norm is not None]
     for norm, size in norms:
-        if reason := _refuse_norm(norm, size):
+        if reason := refuse_norm(norm, size):
             return reason
 
     def address(norm: Norm | None) -> int | None:
@@ -136,7 +134,7 @@ def _gated_mlp_structure(block: GatedMLPBlock) -> _GatedMLP | str:
     if isinstance(operands, str):
         return operands
     gate_up, down = operands
-    if reason := _refuse_norm(block.norm, gate_up.in_features):
+    if reason := refuse_norm(block.norm, gate_up.in_features):
         return reason
     return _GatedMLP(
         norm=block.norm.weight.data_ptr(),
@@ -163,7 +161,8 @@ def _plan_of(block: AttentionBlock | GatedMLPBlock, cache: LayerKV | None) -> _P
     return plan
 
 
-def _refuse_rows(hidden: torch.Tensor, residual: torch.Tensor | None) -> str | None:
+def refuse_rows(hidden: torch.Tensor, residual: torch.Tensor | None) -> str | None:
+    """Why a block's kernel does not take a stream, or None."""
     if hidden.dtype is not _BF16 or not hidden.is_cpu:
         return f"needs bfloat16 on the CPU, got {hidden.dtype} on {hidden.device.type}"
     if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
@@ -174,11 +173,11 @@ def _refuse_rows(hidden: torch.Tensor, residual: torch.Tensor | None) -> str | N
 def _refuse_attention(
     hidden: torch.Tensor, residual: torch.Tensor | None, block: AttentionBlock, batch: Batch, cache: LayerKV
 ) -> str | None:
-    return _plan_of(block, cache).refusal or _refuse_rows(hidden, residual)
+    return _plan_of(block, cache).refusal or refuse_rows(hidden, residual)
 
 
 def _refuse_gated_mlp(hidden: torch.Tensor, residual: torch.Tensor | None, block: GatedMLPBlock) -> str | None:
-    return _plan_of(block, None).refusal or _refuse_rows(hidden, residual)
+    return _plan_of(block, None).refusal or refuse_rows(hidden, residual)
 
 
 def _step_of(batch: Batch, group: int) -> tuple[int, Any]:
@@ -208,7 +207,7 @@ def _step_of(batch: Batch, group: int) -> tuple[int, Any]:
     return once(batch.scratch, ("native step", group), make)
 
 
-def _stream(
+def stream(
     hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int | None, int, int]]:
     """(where a block's output goes, where the sum goes, the addresses of hidden, residual and these two)."""
@@ -225,12 +224,12 @@ def attention_block_native(
     """See the reference; equal to the single kernels to the bit."""
     found, plan = kernels(), block.prepared["native"]
     assert found is not None
-    out, total, stream = _stream(hidden, residual)
+    out, total, addresses = stream(hidden, residual)
     failed = found.attention_block(
         plan.address,
         _step_of(batch, cache.group)[0],
         block.rotation.cos_sin.shape[0],
-        *stream,
+        *addresses,
     )
     if failed == 1:
         raise MemoryError(f"no memory for an attention block of {hidden.shape[0]} tokens")
@@ -247,10 +246,10 @@ def gated_mlp_block_native(
     """See the reference; equal to the single kernels to the bit."""
     found, plan = kernels(), block.prepared["native"]
     assert found is not None
-    out, total, stream = _stream(hidden, residual)
+    out, total, addresses = stream(hidden, residual)
     failed = found.gated_mlp_block(
         plan.address,
-        *stream,
+        *addresses,
         hidden.shape[0],
         torch.get_num_threads(),
     )

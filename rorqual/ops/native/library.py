@@ -40,6 +40,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
     "attention_block": [c_void_p, c_void_p, c_int64, *[c_void_p] * 4],
     "gated_mlp_block": [*[c_void_p] * 5, c_int64, c_int],
+    "fused_experts": [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int],
+    "sparse_moe_block": [*[c_void_p] * 5, c_int64, c_int],
+    "route_softmax": [c_void_p, *[c_int64] * 4, c_int, *[c_void_p] * 2, c_int],
+    "row_max": [c_void_p, *[c_int64] * 3, c_int, *[c_void_p] * 2, c_int],
     "attention": [c_void_p, c_int64, c_int64, *[c_void_p] * 5, *[c_int64] * 6, c_float, c_int64, c_void_p, c_int],
 }
 
@@ -84,6 +88,10 @@ class Kernels:
             self.store_kvcache,
             self.attention_block,
             self.gated_mlp_block,
+            self.fused_experts,
+            self.sparse_moe_block,
+            self.route_softmax,
+            self.row_max,
             self.attention,
         ) = (self._function(library, name, signature) for name, signature in _SIGNATURES.items())
 

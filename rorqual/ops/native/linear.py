@@ -66,6 +66,15 @@ def operand_of(packed: torch.Tensor, bias: torch.Tensor | None = None) -> Operan
     return found
 
 
+def laid_out(weight: object, bias: torch.Tensor | None = None) -> Operand | None:
+    """The operand of a weight, with this bias, of the kinds that product.h multiplies with; None of any other."""
+    if isinstance(weight, PackedIntegers):
+        return weight.bind(bias)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 4 and not weight.is_mkldnn:
+        return operand_of(weight, bias)
+    return None
+
+
 def _refuse_unpack(weight: Weight) -> str | None:
     if not isinstance(weight, torch.Tensor):
         return None if isinstance(weight, PairedWeight | PackedIntegers) else "the weight is not laid out by it"

@@ -40,6 +40,8 @@ typedef struct {
     uint8_t *at;
 } room_t;
 
+static room_t make_room(int64_t bytes) { return (room_t){aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)}; }
+
 static void *take(room_t *room, int64_t bytes) {
     void *taken = room->at;
     room->at += (bytes + 63) / 64 * 64;
@@ -146,7 +148,7 @@ int ISA(attention_block)(const attention_block_t *block, const step_t *step, int
         if (step->positions[token] < 0 || step->positions[token] >= rotary_rows) return 2;
     const int64_t bytes = 2 * tokens * (size + row + (2 * heads + kv_heads) * dim) +
                           (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, heads * dim)) + 8 * 64;
-    room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
+    room_t room = make_room(bytes);
     uint8_t *memory = room.at;
     if (memory == NULL) return 1;
     attention_run_t a = {.block = block, .out = out, .parts = parts_for((int)step->threads)};
@@ -224,7 +226,7 @@ typedef struct {
     const gated_mlp_block_t *block;
     norm_product_t gate_up;
     input_t activated;
-    bf16 *hidden, *out;  // hidden: what `activated` reads
+    bf16 *out;
     int parts;
     struct {
         phase_t norm, gate_up, activate, down;
@@ -232,16 +234,15 @@ typedef struct {
 } gated_mlp_run_t;
 
 // silu(gate) times up, and the integers of the result where the weight wants them: in pieces of 32 columns of one row,
-// so that threads share a single row too.
-static void activate_part(const gated_mlp_run_t *a, int64_t part, int64_t parts) {
-    const int64_t size = a->gate_up.out_features / 2, pieces = size / 32, all = a->activated.rows * pieces;
+// so that threads share a single row too. gate_up [in->rows][2 * size]; in->x is written, and may be where the gate is.
+static void activate_part(const bf16 *gate_up, int64_t size, const input_t *in, int64_t part, int64_t parts) {
+    const int64_t pieces = size / 32, all = in->rows * pieces;
     for (int64_t i = all * part / parts; i < all * (part + 1) / parts; i++) {
         const int64_t row = i / pieces, column = i % pieces * 32;
-        const bf16 *gate = a->gate_up.out + row * 2 * size + column, *up = gate + size;
-        bf16 *out = a->hidden + row * size + column;
+        const bf16 *gate = gate_up + row * 2 * size + column, *up = gate + size;
+        bf16 *out = (bf16 *)in->x + row * in->stride + column;
         for (int j = 0; j < 32; j += 16)
             store_bf16(out + j, through_bf16(silu(load_bf16(gate + j))) * load_bf16(up + j));
-        const input_t *in = &a->activated;
         if (in->q)
             quantise_group(out, (int8_t *)in->q + 32 * i, (float *)in->scales + i, (float *)in->sums + i,
                            (int32_t *)in->int_sums + 2 * i);
@@ -253,7 +254,7 @@ static void gated_mlp_block_region(const void *arg) {
     const operand_t *down = a->block->down;
     norm_and_multiply(&a->gate_up, &a->phases->norm, &a->phases->gate_up, a->parts);
     EACH_PART (&a->phases->activate, a->parts) {
-        activate_part(a, part, a->parts);
+        activate_part(a->gate_up.out, a->gate_up.out_features / 2, &a->activated, part, a->parts);
     }
     EACH_PART (&a->phases->down, a->parts) {
         multiply_part(down, &a->activated, a->out, all_out_features(down), part, a->parts);
@@ -267,15 +268,14 @@ int ISA(gated_mlp_block)(const gated_mlp_block_t *block, const bf16 *hidden, con
     const int64_t size = block->hidden_size, features = all_out_features(block->gate_up);
     const int64_t bytes = 2 * tokens * (size + features + features / 2) +
                           (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, features / 2)) + 6 * 64;
-    room_t room = {aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)};
+    room_t room = make_room(bytes);
     uint8_t *memory = room.at;
     if (memory == NULL) return 1;
     gated_mlp_run_t a = {.block = block, .out = out, .parts = parts_for(threads)};
     __typeof__(*a.phases) phases = {{0, 0}};
     a.phases = &phases;
     a.gate_up = norm_product(hidden, residual, sum, block->norm, block->eps, block->gate_up, tokens, size, &room);
-    a.hidden = take(&room, tokens * features);
-    a.activated = take_input(block->down, a.hidden, tokens, &room);
+    a.activated = take_input(block->down, take(&room, tokens * features), tokens, &room);
     rorqual_region(gated_mlp_block_region, &a, threads);
     free(memory);
     return 0;

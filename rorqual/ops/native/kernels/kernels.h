@@ -28,3 +28,5 @@ typedef struct {
 #include "product.h"
 #include "embedding.h"
 #include "decoder_blocks.h"
+#include "moe.h"
+#include "sample.h"

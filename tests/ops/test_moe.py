@@ -1,0 +1,256 @@
+"""The kernels of a mixture of experts: equal to the bit to the single kernels that they stand for, whatever a token's
+company is, and near to formulas in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rorqual.ops.decoder_blocks import Norm, Product
+from rorqual.ops.linear import prepare_weight
+from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts, route_softmax, sparse_moe_block
+from rorqual.ops.native.library import usable_isas, using
+from rorqual.ops.registry import load_backends
+from rorqual.quantization import FP8_BLOCK
+from rorqual.quantization.integer import Q4_1, Q8_0, IntegerStack, IntegerWeight
+from tests.ops.cases import normal
+from tests.ops.values import every_other
+
+load_backends("native", "cpu")
+BF16 = torch.bfloat16
+ISAS = pytest.mark.parametrize("isa", usable_isas())
+KINDS = pytest.mark.parametrize("kind", ["bfloat16", "q4_1", "q8_0", "stacked", "weight_only", "unlike"])
+HIDDEN, INNER, NUM_EXPERTS, TOP_K = 128, 96, 9, 3
+
+
+def matrix(kind: str, rows: int, columns: int, seed: int):
+    plain = normal(rows, columns, seed=seed, dtype=BF16) * columns**-0.5
+    if kind == "unlike":  # experts of all kinds beside each other
+        kind = ["bfloat16", "q4_1", "q8_0", "stacked", "weight_only"][seed % 5]
+    if kind == "bfloat16":
+        return prepare_weight(plain)
+    if kind == "stacked":
+        cut = rows // 32 * 16
+        parts = (IntegerWeight.quantize(plain[:cut], Q4_1), IntegerWeight.quantize(plain[cut:], Q8_0))
+        return prepare_weight(IntegerStack(parts))
+    format = Q4_1 if kind == "q4_1" else Q8_0
+    return prepare_weight(IntegerWeight.quantize(plain, format, dynamic=kind != "weight_only"))
+
+
+def weights(kind: str, num_experts: int = NUM_EXPERTS) -> ExpertWeights:
+    return ExpertWeights(
+        tuple(matrix(kind, 2 * INNER, HIDDEN, e) for e in range(num_experts)),
+        tuple(matrix(kind, HIDDEN, INNER, 100 + e) for e in range(num_experts)),
+    )
+
+
+def routing(num_tokens: int, *, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K, seed: int = 3) -> Routing:
+    """Each token's experts in an order of its own."""
+    scores = normal(num_tokens, num_experts, seed=seed)
+    return Routing(scores.argsort(1)[:, :top_k], normal(num_tokens, top_k, seed=seed + 1).softmax(1).to(BF16))
+
+
+def inputs(num_tokens: int) -> torch.Tensor:
+    return normal(num_tokens, HIDDEN, seed=7, dtype=BF16)
+
+
+def assert_native(x: torch.Tensor, experts: ExpertWeights, chosen: Routing) -> None:
+    assert fused_experts.explain(x, experts, chosen)["native"] == "ok"
+
+
+@ISAS
+@KINDS
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 40, 100])
+def test_equals_its_single_kernels(isa, kind, num_tokens):
+    with using(isa):
+        x, experts, chosen = inputs(num_tokens), weights(kind), routing(num_tokens)
+        assert_native(x, experts, chosen)
+        assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
+
+
+@ISAS
+@KINDS
+def test_a_token_gets_the_same_alone(isa, kind):
+    with using(isa):
+        x, experts, chosen = inputs(70), weights(kind), routing(70)
+        together = fused_experts(x, experts, chosen)
+        for i in range(70):
+            alone = Routing(chosen.expert_ids[i : i + 1], chosen.weights[i : i + 1])
+            assert torch.equal(fused_experts(x[i : i + 1], experts, alone)[0], together[i])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("num_tokens", [1, 50])
+def test_threads_change_nothing(threads, num_tokens):
+    x, experts, chosen, before = inputs(num_tokens), weights("q4_1"), routing(num_tokens), torch.get_num_threads()
+    want = fused_experts.reference(x, experts, chosen)
+    torch.set_num_threads(threads)
+    try:
+        got = fused_experts(x, experts, chosen)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 2), (5, 5), (130, 1)])
+def test_any_number_of_experts(num_experts, top_k):
+    x, experts = inputs(20), weights("q8_0", num_experts)
+    chosen = routing(20, num_experts=num_experts, top_k=top_k)
+    assert_native(x, experts, chosen)
+    assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "q4_1"])
+def test_one_expert_for_all_and_more_tokens_than_are_taken_at_once(kind):
+    x, experts = inputs(2100), weights(kind, 2)
+    ids = torch.ones(2100, 1, dtype=torch.int64)
+    ids[::100] = 0
+    chosen = Routing(ids, normal(2100, 1, dtype=BF16))
+    assert_native(x, experts, chosen)
+    assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
+
+
+def test_rows_apart_and_columns_apart():
+    experts, chosen = weights("q4_1"), routing(9)
+    wide = normal(9, 2 * HIDDEN, seed=7, dtype=BF16)
+    for x in (wide[:, :HIDDEN], wide[:, ::2], every_other(inputs(9))):
+        assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
+
+
+def test_an_expert_chosen_twice_counts_twice():
+    x, experts = inputs(1), weights("bfloat16")
+    chosen = Routing(torch.tensor([[4, 4]]), torch.tensor([[0.25, 0.75]], dtype=BF16))
+    assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
+
+
+@pytest.mark.parametrize("wrong", [-1, NUM_EXPERTS])
+def test_an_expert_that_is_not_there_is_an_error(wrong):
+    chosen = routing(4)
+    chosen.expert_ids[2, 1] = wrong
+    with pytest.raises(IndexError, match="experts are numbered from 0 to 8, got"):
+        fused_experts(inputs(4), weights("bfloat16"), chosen)
+
+
+def test_what_the_kernel_does_not_take():
+    x, experts, chosen = inputs(4), weights("bfloat16"), routing(4)
+
+    def refusal(x=x, experts=experts, chosen=chosen) -> str:
+        return fused_experts.explain(x, experts, chosen)["native"]
+
+    plain = ExpertWeights((normal(2 * INNER, HIDDEN, dtype=BF16),), (normal(HIDDEN, INNER, dtype=BF16),))
+    assert "not laid out" in refusal(experts=plain)
+    assert "does not quantise" in refusal(experts=ExpertWeights(experts.gate_up, experts.down, FP8_BLOCK))
+    others = (*experts.gate_up[:-1], matrix("bfloat16", 4 * INNER, HIDDEN, 1))
+    assert "of one shape, got [(192, 128), (384, 128)]" in refusal(experts=ExpertWeights(others, experts.down))
+    assert "needs bfloat16 on the CPU" in refusal(x=x.float())
+    assert "needs rows of 128 values" in refusal(x=x[:, :64])
+    assert "needs rows of 128 values, one for each token" in refusal(x=x[:3])
+    assert "bfloat16 weights, got" in refusal(chosen=Routing(chosen.expert_ids, chosen.weights.float()))
+    with using(None):
+        assert "switched off" in refusal()
+
+
+# --- with norm and router
+
+
+def block(kind: str = "bfloat16", num_experts: int = 16, **options) -> SparseMoEBlock:
+    defaults = {
+        "norm": Norm((1 + normal(HIDDEN, seed=20) / 10).to(BF16), 1e-5),
+        "router": Product(prepare_weight(normal(num_experts, HIDDEN, seed=21, dtype=BF16) * HIDDEN**-0.5)),
+        "top_k": TOP_K,
+        "renormalize": True,
+        "experts": weights(kind, num_experts),
+    }
+    return SparseMoEBlock(**(defaults | options))
+
+
+def stream(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return inputs(num_tokens), normal(num_tokens, HIDDEN, seed=8, dtype=BF16)
+
+
+@ISAS
+@KINDS
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 33, 100])
+def test_the_block_equals_its_single_kernels(isa, kind, num_tokens):
+    with using(isa):
+        x, residual = stream(num_tokens)
+        for made, added in ((block(kind), residual), (block(kind, renormalize=False, top_k=16), None)):
+            assert sparse_moe_block.explain(x, added, made)["native"] == "ok"
+            want = sparse_moe_block.reference(x, added, made)
+            for a, b in zip(sparse_moe_block(x, added, made), want, strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing_in_the_block(threads):
+    x, residual, made, before = *stream(50), block("q4_1"), torch.get_num_threads()
+    want = sparse_moe_block.reference(x, residual, made)
+    torch.set_num_threads(threads)
+    try:
+        got = sparse_moe_block(x, residual, made)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@ISAS
+def test_the_block_takes_more_tokens_than_are_taken_at_once(isa):
+    with using(isa):
+        x, residual = stream(1500)
+        made = block("q8_0")
+        for added in (residual, None):
+            want = sparse_moe_block.reference(x, added, made)
+            for a, b in zip(sparse_moe_block(x, added, made), want, strict=True):
+                assert torch.equal(a, b)
+
+
+@ISAS
+def test_the_block_is_what_the_formulas_say(isa):
+    num_experts, plain = 16, [normal(rows, HIDDEN if rows > HIDDEN else INNER, seed=e, dtype=BF16) / 10
+                              for rows in (2 * INNER, HIDDEN) for e in range(16)]  # fmt: skip
+    made = block(
+        experts=ExpertWeights(
+            tuple(prepare_weight(w) for w in plain[:num_experts]), tuple(prepare_weight(w) for w in plain[num_experts:])
+        )
+    )
+    x, residual = stream(6)
+    with using(isa):
+        got, sums = sparse_moe_block(x, residual, made)
+        total = (x + residual).double()
+        normed = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * made.norm.weight.double()
+        shares = (normed @ (normal(num_experts, HIDDEN, seed=21, dtype=BF16) * HIDDEN**-0.5).double().t()).softmax(-1)
+    best = shares.topk(TOP_K)
+    want = torch.zeros_like(total)
+    for token in range(6):
+        for expert, share in zip(
+            best.indices[token].tolist(), best.values[token] / best.values[token].sum(), strict=True
+        ):
+            gate, up = (plain[expert].double() @ normed[token]).chunk(2)
+            want[token] += share * (plain[num_experts + expert].double() @ (gate * gate.sigmoid() * up))
+    torch.testing.assert_close(sums.double(), total)
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+
+
+def test_what_the_block_kernel_does_not_take():
+    x, residual = stream(4)
+
+    def refusal(**options) -> str:
+        return sparse_moe_block.explain(x, residual, block(**options))["native"]
+
+    assert "router is not laid out" in refusal(num_experts=9)
+    assert "needs a router to 16 experts that chooses some of them, got (32, 128), 3" in refusal(
+        router=Product(prepare_weight(normal(32, HIDDEN, dtype=BF16)))
+    )
+    assert "chooses some of them" in refusal(top_k=17)
+    assert "has a bias or options" in refusal(
+        router=Product(prepare_weight(normal(16, HIDDEN, dtype=BF16)), normal(16, dtype=BF16))
+    )
+    assert "needs bfloat16 norms" in refusal(norm=Norm(torch.ones(HIDDEN), 1e-5))
+    assert "does not quantise" in refusal(
+        experts=ExpertWeights(weights("bfloat16").gate_up, weights("bfloat16").down, FP8_BLOCK)
+    )
+    assert "rows without gaps" in sparse_moe_block.explain(x[::2], residual[::2], block())["native"]
+    # Then the experts alone are one call, and the rest runs op by op.
+    chosen = route_softmax(normal(4, 9, dtype=BF16), top_k=3, renormalize=True)
+    assert_native(x, weights("bfloat16"), chosen)
