@@ -25,28 +25,11 @@ from rorqual.ops.triton._decode_kernels import (
     power_of_two,
     scaled,
 )
-from rorqual.ops.triton._number_formats import e4m3_value, round_to
-from rorqual.ops.triton.launch import INTERPRETING
-
-_INTERPRETING = tl.constexpr(INTERPRETING)
+from rorqual.ops.triton._interpreter import bound, dot
+from rorqual.ops.triton._number_formats import round_to
 
 _TILES_TOGETHER = tl.constexpr(8)
 """Tiles of rows that are computed next to each other, so that what they read is still in the L2 cache."""
-
-
-@triton.jit
-def _multiply(a, b, acc):
-    """acc + a @ b.T."""
-    if _INTERPRETING:  # which multiplies the bits of bfloat16, and loses FP8's subnormals
-        return tl.dot(_wide(a), tl.trans(_wide(b)), acc, input_precision="ieee")
-    return tl.dot(a, tl.trans(b), acc)
-
-
-@triton.jit
-def _wide(a):
-    if a.dtype == tl.float8e4nv:
-        return e4m3_value(a.to(tl.uint8, bitcast=True))
-    return a.to(tl.float32)
 
 
 @triton.jit
@@ -65,10 +48,7 @@ def _share(K, SPLIT: tl.constexpr):
     """The first and last + 1 step of the loop over K."""
     steps = tl.cdiv(K, WIDTH)
     part = tl.program_id(1)
-    first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
-    if _INTERPRETING:  # whose numbers are arrays, of which Python makes no range
-        return first.handle.data.item(), last.handle.data.item()
-    return first, last
+    return bound(part * steps // SPLIT), bound((part + 1) * steps // SPLIT)
 
 
 @triton.jit
@@ -207,13 +187,13 @@ def block_scaled_kernel(
                 x_scale = tl.load(x_scale_at + k // X_GROUP * x_scale_group, mask=within, other=0.0)
                 w_scale = tl.load(w_scale_at + k // W_GROUP * w_scale_group, mask=k < K, other=0.0)
             if WEIGHT_FIRST:
-                product = _multiply(w_tile, x_tile, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+                product = dot(w_tile, tl.trans(x_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
                 if ONE_BLOCK:
                     acc += product * (x_scale * w_scale)[None, :]
                 else:
                     acc += product * (x_scale[None, :] * w_scale[:, None])
             else:
-                product = _multiply(x_tile, w_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                product = dot(x_tile, tl.trans(w_tile), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
                 if ONE_BLOCK:
                     acc += product * (x_scale * w_scale)[:, None]
                 else:
@@ -284,7 +264,7 @@ def weight_only_kernel(
                 else:
                     inside = here & (column < K - k - part * GROUP)[None, :]
                     x_tile = tl.load(x_at + k + part * GROUP, mask=inside, other=0.0)
-                acc = _multiply(planes[part], x_tile, acc)
+                acc = dot(planes[part], tl.trans(x_tile), acc)
         else:
             for part in tl.static_range(WIDTH // STEP):
                 k = step * WIDTH + part * STEP
@@ -296,11 +276,11 @@ def weight_only_kernel(
                     x_tile = tl.load(x_at + k, mask=here & inside, other=0.0)
                     w_tile = bfloat16_of_e4m3(tl.load(w_at + k, mask=inside, other=0))
                 if WORDS:
-                    acc = _multiply(scaled(w_tile, power_of_two(w_word, part, tl.bfloat16)), x_tile, acc)
+                    acc = dot(scaled(w_tile, power_of_two(w_word, part, tl.bfloat16)), tl.trans(x_tile), acc)
                 else:
                     if EVEN:
                         w_scale = tl.load(w_scale_at + k // W_GROUP * w_scale_group)
                     else:
                         w_scale = tl.load(w_scale_at + k // W_GROUP * w_scale_group, mask=(n >= 0) & (k < K), other=0.0)
-                    acc += _multiply(w_tile, x_tile, tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * w_scale[:, None]
+                    acc += dot(w_tile, tl.trans(x_tile), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * w_scale[:, None]
     _finish(acc, m, n, M, N, bias, out, out_row, partial, arrivals, ACCUMULATE, True, SPLIT)

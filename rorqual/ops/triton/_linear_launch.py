@@ -64,7 +64,7 @@ def shares(family: str, rows: int, features: int, columns: int) -> int:
     return count
 
 
-_STREAMS, _MOST_TILES = 16, 1 << 14
+_STREAMS, _MOST_TILES = 16, 1 << 16
 _counters: dict[torch.device, torch.Tensor] = {}
 _streams: dict[tuple[torch.device, int], int] = {}
 
