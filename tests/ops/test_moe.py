@@ -80,6 +80,17 @@ def test_a_token_gets_the_same_alone(isa, kind):
             assert torch.equal(fused_experts(x[i : i + 1], experts, alone)[0], together[i])
 
 
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "stacked"])
+def test_integers_are_the_same_wherever_multiply_and_add_are_fused(kind):
+    x, experts, chosen = inputs(70), weights(kind), routing(70)
+    found = []
+    for isa in usable_isas():
+        if isa != "generic":
+            with using(isa):
+                found.append(fused_experts(x, experts, chosen))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("num_tokens", [1, 50])
 def test_threads_change_nothing(threads, num_tokens):
