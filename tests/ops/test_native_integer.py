@@ -30,7 +30,7 @@ from rorqual.quantization.integer import (
     IntegerStack,
     IntegerWeight,
 )
-from tests.ops.integer_cases import ALL_FORMATS, expected, inputs, integers_of, stack_of
+from tests.ops.integer_cases import ALL_FORMATS, expected, inputs, integers_of, most_of, stack_of
 from tests.ops.values import every_other, normal, rows_apart
 
 load_backends("native", "cpu")
@@ -198,6 +198,23 @@ def test_product_of_a_row_is_the_same_in_any_company_and_on_any_threads(isa, cou
         with threads(count):
             for stop in (1, 2, 5, 14, 15, 16, 17, 33, 40):
                 assert torch.equal(linear(x[:stop], packed, bias), alone[:stop]), stop
+
+
+@ISAS
+@FORMATS
+def test_the_largest_sums_of_integers_fit(isa, format):
+    """All codes as large as the format allows, all inputs as large as their group's largest, of either sign."""
+    weight = integers_of(format, 48, 96)
+    codes = 255 if format.bits == 4 else most_of(format)
+    weight = replace(weight, codes=torch.full_like(weight.codes, codes))
+    x = torch.ones(20, 96, dtype=BF16)
+    x[1::2] = -1.0
+    x[2::4, 1::2] = -1.0
+    want = linear.reference(x, weight)
+    with using(isa):
+        packed = prepare_weight(weight)
+        for rows in (1, 2, 4, 20):
+            assert_same(linear(x[:rows], packed), want[:rows], isa, rows)
 
 
 @ISAS

@@ -201,19 +201,6 @@ static void attend(const attention_t *a, const task_t *t, int64_t span, part_t *
 
 INLINE void attention_tiles(void) {}
 
-// A register's worth of lanes: the compiler keeps wider vectors in memory.
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX2__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-typedef float lanes_t __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
-typedef float lanes_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t bits_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
 #define AT_ONCE 8  // keys or channels, each with a register
 #define VALUES_AT_ONCE 32
 

@@ -120,55 +120,91 @@ static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
 
 #else
 
-#ifdef __AVX512BF16__
-#define ADD_PAIRS(sum, w, x) \
-    ((f32x16)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(w), (__m512bh)_mm512_set1_epi32((int)(x))))
+// Registers of a block's sixteen features, and sums that there are registers for beside what is added to them.
+#define PIECES (16 / LANES)
+#if defined(__AVX512F__)
+#define MOST_SUMS 16
 #else
-#define ADD_PAIRS(sum, w, x)                                  \
-    ((sum) + (f32x16)((w) << 16) * bits_to_float((x) << 16) + \
-     (f32x16)((w) & 0xffff0000) * bits_to_float((x) & 0xffff0000))
+#define MOST_SUMS 8
 #endif
+#define MOST_ROWS_AT_ONCE 4
+#define PANEL_BYTES (1 << 18)
 
-INLINE void rows_by_blocks(const linear_t *a, int64_t m, const int rows, int64_t block, const int blocks) {
-    const int64_t pairs = a->in_features / 2;
-    const bf16 *w = a->weight + block * pairs * 32;
-    f32x16 sums[4][4];
-#pragma GCC unroll 4
+// sums [rows][blocks][16]. Not inlined: what rounding takes in registers is missing in the loop above otherwise.
+static __attribute__((noinline)) void finish_rows(const linear_t *a, int64_t m, int rows, int64_t block, int blocks,
+                                                  const float *sums) {
     for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) sums[i][j] = (f32x16){0};
-    for (int64_t k = 0; k < pairs; k++) {
-        u32x16 weights[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) weights[j] = *(const u32x16_mem *)(w + (j * pairs + k) * 32);
-#pragma GCC unroll 4
-        for (int i = 0; i < rows; i++) {
-            uint32_t pair;
-            __builtin_memcpy(&pair, a->x + (m + i) * a->x_stride + 2 * k, sizeof pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < blocks; j++) sums[i][j] = ADD_PAIRS(sums[i][j], weights[j], pair);
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < blocks; j++) finish_row(a, m + i, block + j, sums[i][j]);
+        for (int j = 0; j < blocks; j++, sums += 16) finish_row(a, m + i, block + j, load(sums));
 }
 
-INLINE void all_rows(const linear_t *a, int64_t block, const int blocks) {
-    int64_t m = 0;
-    for (; m + 4 <= a->rows; m += 4) rows_by_blocks(a, m, 4, block, blocks);
-    if (m + 2 <= a->rows) {
-        rows_by_blocks(a, m, 2, block, blocks);
-        m += 2;
+// Some rows by some blocks. `wide` has the rows in float32, [rows][in_features], where there is no instruction for
+// pairs of bfloat16.
+INLINE void rows_by_blocks(const linear_t *a, const float *wide, int64_t m, const int rows, int64_t block,
+                           const int blocks) {
+    const int64_t features = a->in_features;
+    const bf16 *w = a->weight + block * 16 * features;
+    const int columns = blocks * PIECES;
+    lanes_t sums[MOST_SUMS];
+#pragma GCC unroll 16
+    for (int i = 0; i < rows * columns; i++) sums[i] = (lanes_t){0};
+    for (int64_t k = 0; k < features; k += 2) {
+        bits_t pairs[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < columns; j++)
+            pairs[j] = *(const bits_mem *)(w + j / PIECES * 16 * features + 16 * k + j % PIECES * 2 * LANES);
+#ifdef __AVX512BF16__
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i++) {
+            int32_t x;
+            __builtin_memcpy(&x, a->x + (m + i) * a->x_stride + k, sizeof x);
+#pragma GCC unroll 8
+            for (int j = 0; j < columns; j++) {
+                const __m512 sum = (__m512)sums[i * columns + j];
+                sums[i * columns + j] =
+                    (lanes_t)_mm512_dpbf16_ps(sum, (__m512bh)pairs[j], (__m512bh)_mm512_set1_epi32(x));
+            }
+        }
+#else
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 4
+            for (int i = 0; i < rows; i++) {
+                const lanes_t x = wide[i * features + k + odd] - (lanes_t){0};
+#pragma GCC unroll 8
+                for (int j = 0; j < columns; j++)
+                    sums[i * columns + j] += (lanes_t)(odd ? pairs[j] & 0xffff0000 : pairs[j] << 16) * x;
+            }
+#endif
     }
-    if (m < a->rows) rows_by_blocks(a, m, 1, block, blocks);
+    finish_rows(a, m, rows, block, blocks, (const float *)sums);
+}
+
+// The fewer rows, the more blocks at once: a sum is not to wait for its last addition.
+INLINE void rows_by_panel(const linear_t *a, int64_t m, const int rows, int64_t first, int64_t last) {
+    const int blocks = rows * PIECES >= MOST_SUMS ? 1 : MOST_SUMS / PIECES / rows < 4 ? MOST_SUMS / PIECES / rows : 4;
+    float *wide = NULL;
+#ifndef __AVX512BF16__
+    wide = thread_scratch(SCRATCH_ROWS, (size_t)(MOST_ROWS_AT_ONCE * a->in_features) * sizeof *wide);
+    for (int i = 0; i < rows; i++)
+        for (int64_t k = 0; k < a->in_features; k += 16)
+            store(wide + i * a->in_features + k, load_bf16(a->x + (m + i) * a->x_stride + k));
+#endif
+    int64_t block = first;
+    for (; block + blocks <= last; block += blocks) rows_by_blocks(a, wide, m, rows, block, blocks);
+    for (; block < last; block++) rows_by_blocks(a, wide, m, rows, block, 1);
 }
 
 static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
-    int64_t block = first;
-    for (; block + BLOCKS <= last; block += BLOCKS) all_rows(a, block, BLOCKS);
-    for (; block < last; block++) all_rows(a, block, 1);
+    // A panel of the weight stays in the cache while the rows pass by.
+    const int64_t panel = a->rows <= MOST_ROWS_AT_ONCE ? last - first : max64(4, PANEL_BYTES / (32 * a->in_features));
+    for (int64_t left = first; left < last; left += panel) {
+        const int64_t right = min64(last, left + panel);
+        int64_t m = 0;
+        if (4 * PIECES <= MOST_SUMS)
+            for (; m + 4 <= a->rows; m += 4) rows_by_panel(a, m, 4, left, right);
+        for (; m + 2 <= a->rows; m += 2) rows_by_panel(a, m, 2, left, right);
+        if (m < a->rows) rows_by_panel(a, m, 1, left, right);
+    }
 }
 
 #endif

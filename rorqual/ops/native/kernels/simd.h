@@ -12,6 +12,19 @@ typedef float f32x16_mem __attribute__((vector_size(64), aligned(4), may_alias))
 typedef uint32_t u32x16_mem __attribute__((vector_size(64), aligned(2), may_alias));
 typedef uint16_t u16x16_mem __attribute__((vector_size(32), aligned(2), may_alias));
 
+// A register's worth of lanes: the compiler keeps wider vectors in memory.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float lanes_t __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits_t __attribute__((vector_size(4 * LANES)));
+typedef float lanes_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
 typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -34,6 +47,22 @@ INLINE void store(float *p, f32x16 v) { *(f32x16_mem *)p = v; }
 // Round to nearest even; NaN stays NaN.
 #ifdef __AVX512BF16__
 INLINE u16x16 to_bf16(f32x16 v) { return (u16x16)_mm512_cvtneps_pbh((__m512)v); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+INLINE __m256i rounded_bits(__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v),
+                  odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256 is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    const __m256i nan = _mm256_set1_epi32(0x7fc00000);
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, nan, _mm256_castps_si256(is_nan)), 16);
+}
+
+INLINE u16x16 to_bf16(f32x16 v) {
+    const __m256 *halves = (const __m256 *)&v;
+    // Packed within halves of a register: the four quarters are in the order 0, 2, 1, 3 then.
+    const __m256i packed = _mm256_packus_epi32(rounded_bits(halves[0]), rounded_bits(halves[1]));
+    return (u16x16)_mm256_permute4x64_epi64(packed, 0xd8);
+}
 #else
 INLINE u16x16 to_bf16(f32x16 v) {
     u32x16 bits = (u32x16)v;
