@@ -302,10 +302,16 @@ def assert_equal_weights(got: IntegerWeight, want: IntegerWeight) -> None:
     assert want.minima is None or torch.equal(got.minima, want.minima)
 
 
-def test_large_weights_are_laid_out_in_panels(monkeypatch):
-    monkeypatch.setattr("rorqual.ops.native._integer_linear._BLOCKS_AT_ONCE", 7)
-    weight = integers_of(Q4_1, 112, 96)
-    assert_equal_weights(unpack_weight(prepare_weight(weight)), weight)
+@ISAS
+@FORMATS
+def test_parts_of_other_weights_are_laid_out_where_they_are(isa, format):
+    """Rows and columns of a larger weight, and factors that are not row by row."""
+    whole = integers_of(format, 128, 128)
+    part = whole.slice_rows(slice(16, 112)).slice_columns(slice(32, 96))
+    turned = replace(whole, scales=whole.scales.t().contiguous().t())
+    with using(isa), threads(3):
+        for weight in (part, turned):
+            assert_equal_weights(unpack_weight(prepare_weight(weight)), weight)
 
 
 def test_unpacking_a_stack_gives_a_stack():

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from rorqual.ops.native.library import Operand, missing
+from rorqual.ops.native.library import Operand, kernels, missing
 from rorqual.quantization.integer import IntegerFormat, IntegerStack, IntegerWeight
 
 _ROWS = 16
 _COLUMNS = 32
 _DYNAMIC, _WEIGHT_ONLY = 1, 2
-_BLOCKS_AT_ONCE = 1 << 14
-"""Blocks that are laid out at once: 8 MiB of codes."""
 
 
 class PackedIntegers(IntegerStack):
@@ -151,27 +149,33 @@ def _operand(weight: IntegerWeight, data: torch.Tensor) -> Operand:
     )
 
 
-def _panels(weight: IntegerWeight) -> range:
-    """Starts of rows that are laid out at once."""
-    return range(0, weight.shape[0], max(1, _BLOCKS_AT_ONCE * _COLUMNS // weight.shape[1]) * _ROWS)
-
-
 def _pack_part(weight: IntegerWeight) -> torch.Tensor:
-    starts = _panels(weight)
-    panels = [_pack_panel(weight.slice_rows(slice(start, start + starts.step))) for start in starts]
-    return panels[0] if len(panels) == 1 else torch.cat(panels)
-
-
-def _pack_panel(weight: IntegerWeight) -> torch.Tensor:
-    tall, wide, bits = weight.shape[0] // _ROWS, weight.shape[1] // _COLUMNS, weight.format.bits
-    integers = weight.integers().view(tall, _ROWS, wide, bits, -1, 4)  # 4 columns, or twice 4 of half a byte each
-    codes = integers[..., 0, :] if bits == 8 else integers[..., 0, :] | integers[..., 1, :] << 4
-    pieces = [codes.permute(0, 2, 3, 1, 4).reshape(tall, wide, -1)]
-    for factors in (weight.scales, weight.minima):
-        if factors is not None:
-            side = factors.view(tall, _ROWS, wide, -1).permute(0, 2, 3, 1).contiguous()
-            pieces.append(side.view(torch.uint8).flatten(2))
-    return torch.cat(pieces, -1)
+    found = kernels()
+    assert found is not None
+    format, (rows, columns) = weight.format, weight.shape
+    codes, scales, minima = (
+        None if each is None else each if each.stride(1) == 1 else each.contiguous()
+        for each in (weight.codes, weight.scales, weight.minima)
+    )
+    assert codes is not None
+    assert scales is not None
+    packed = torch.empty(rows // _ROWS, columns // _COLUMNS, format.num_bytes(_ROWS * _COLUMNS), dtype=torch.uint8)
+    found.pack_integers(
+        codes.data_ptr(),
+        codes.stride(0),
+        scales.data_ptr(),
+        scales.stride(0) * scales.itemsize,
+        None if minima is None else minima.data_ptr(),
+        0 if minima is None else minima.stride(0) * minima.itemsize,
+        rows,
+        columns,
+        format.bits,
+        format.group,
+        format.scale_dtype.itemsize,
+        packed.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return packed
 
 
 def _unpack_part(weight: IntegerWeight, data: torch.Tensor) -> IntegerWeight:

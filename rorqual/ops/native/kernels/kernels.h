@@ -27,6 +27,7 @@ typedef struct {
 #include "integer.h"
 #include "product.h"
 #include "embedding.h"
+#include "pack.h"
 #include "decoder_blocks.h"
 #include "moe.h"
 #include "sample.h"
