@@ -50,31 +50,53 @@ def build_batch(
         np.arange(r.start, r.stop) + offset for r, offset in zip(rows, cu_seqlens[1:] - stops, strict=True) if len(r)
     ]
 
-    def to_device(values: NDArray[np.int64], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.from_numpy(values).to(device=device, dtype=dtype)
-
-    caches = []
+    host: list[NDArray[np.int64] | NDArray[np.int32]] = [
+        np.array(input_ids, np.int64),
+        positions,
+        np.concatenate(wanted) if wanted else np.empty(0, np.int64),
+        cu_seqlens.astype(np.int32),
+        stops.astype(np.int32),
+    ]
     for group in range(len(chunks[0].seq.block_tables)):
         tables = _block_tables(chunks, group)
-        slots = tables[owner, positions // block_size] * block_size + positions % block_size
-        caches.append(CacheView(to_device(slots), to_device(tables, torch.int32)))
+        host += [tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size, tables]
+    ids, at, logits_indices, offsets, context_lens, *caches = _upload(host, device)
     batch = Batch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64, device=device),
-        positions=to_device(positions),
-        cu_seqlens_q=to_device(cu_seqlens, torch.int32),
-        context_lens=to_device(stops, torch.int32),
-        caches=tuple(caches),
-        logits_indices=to_device(np.concatenate(wanted) if wanted else np.empty(0, np.int64)),
+        input_ids=ids,
+        positions=at,
+        cu_seqlens_q=offsets,
+        context_lens=context_lens,
+        caches=tuple(CacheView(*pair) for pair in zip(caches[::2], caches[1::2], strict=True)),
+        logits_indices=logits_indices,
         query_lens=tuple(lengths.tolist()),
         context_lens_host=tuple(stops.tolist()),
     )
     return BuiltBatch(batch, rows)
 
 
-def _block_tables(chunks: SequenceOf[Chunk], group: int) -> NDArray[np.int64]:
+def _block_tables(chunks: SequenceOf[Chunk], group: int) -> NDArray[np.int32]:
     """[num_seqs, longest table]; blocks that a window has passed and the space behind a table read as block 0."""
     tables = [chunk.seq.block_tables[group] for chunk in chunks]
-    out = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = np.frombuffer(table, np.int32)
     return np.maximum(out, 0, out=out)
+
+
+def _upload(arrays: SequenceOf[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on the device: one copy for all, which nobody waits for; on the CPU none."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)])
+    pinned = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
+    bytes_of_all = pinned.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        bytes_of_all[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = pinned.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
+    ]
+
+
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}

@@ -18,6 +18,7 @@ from rorqual.cache.spec import GroupLayers, group_layers
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
+from rorqual.engine.cuda_graphs import DecodeGraphs
 from rorqual.layers.decoder import Placement
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.checkpoint import Checkpoint
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 _AUTO_KV_BYTES_CPU = 4 << 30
 _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
+_OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "sparse_moe_block")
+"""Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
 _GIB = 2**30
 
 
@@ -100,6 +103,9 @@ class ModelRunner:
         self.kv = KVStorage(
             resolved.groups, resolved.num_blocks, block_size=resolved.block_size, device=resolved.device
         )
+        self._graphs: DecodeGraphs | None = None
+        self._uses_graphs = resolved.device.type == "cuda" and not config.enforce_eager
+        self._progress = progress
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:
         assert isinstance(self.model, torch.nn.Module)
@@ -140,13 +146,26 @@ class ModelRunner:
         )
         with watch(tell):
             self.run(batch)
+        if self._uses_graphs and all(used.get(op) != "reference" for op in _OPS_THAT_WAIT):
+            self._graphs = DecodeGraphs(
+                lambda batch: self.model(batch, self.kv),
+                max_num_seqs=self.resolved.max_num_seqs,
+                max_model_len=self.resolved.max_model_len,
+                block_size=self.resolved.block_size,
+                num_groups=len(self.resolved.groups),
+                device=device,
+                progress=self._progress,
+            )
         return used
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
-        hidden = self.model(batch, self.kv)
-        return self.model.compute_logits(hidden.index_select(0, batch.logits_indices))
+        graphs = self._graphs
+        hidden = graphs.run(batch) if graphs and graphs.takes(batch) else self.model(batch, self.kv)
+        if len(batch.logits_indices) != batch.num_tokens:
+            hidden = hidden.index_select(0, batch.logits_indices)
+        return self.model.compute_logits(hidden)
 
 
 def resolve(

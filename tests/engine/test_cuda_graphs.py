@@ -1,0 +1,42 @@
+"""Decode steps by CUDA graph give the tokens of eager ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rorqual import SamplingParams
+from rorqual.engine.cuda_graphs import graph_sizes
+from tests.engine.engines import tiny_llm
+
+
+def test_graph_sizes_end_with_the_most_sequences() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(8) == [1, 2, 4, 8]
+    assert graph_sizes(100)[-2:] == [96, 100]
+    for most in (3, 16, 17, 256, 700):
+        sizes = graph_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_do_not_change_tokens(model: str, dtype: str) -> None:
+    draw = random.Random(5)
+    prompts = [[draw.randrange(1, 60) for _ in range(draw.randint(1, 30))] for _ in range(20)]
+    params = [
+        SamplingParams(temperature=draw.choice((0.0, 0.9)), seed=i, max_tokens=draw.randint(1, 25), ignore_eos=True)
+        for i in range(20)
+    ]
+    answers = []
+    for eager in (True, False):
+        # Few blocks: sequences are preempted, and batches shrink and grow through all sizes.
+        with tiny_llm(model, device="cuda", dtype=dtype, num_kv_blocks=40, enforce_eager=eager) as llm:
+            graphs = llm.engine._runner._graphs
+            assert (graphs is None) == eager
+            answers.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm.engine.scheduler.num_preemptions > 0 or model == "mistral_window"  # keeps few blocks
+    assert answers[0] == answers[1]
