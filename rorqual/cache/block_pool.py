@@ -11,7 +11,8 @@ from rorqual.cache.prefix import PrefixNode
 class BlockPool:
     """Reference-counted blocks; a freed block keeps its content findable until it is handed out again.
 
-    Free blocks are reused least recently freed first, so the free list is also the eviction order.
+    Free blocks without findable content go first, the last freed before all: its memory was touched already, and that
+    of a block that was never used costs nothing until it is. Then cached ones go, least recently freed first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -19,12 +20,15 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._node_of: dict[int, PrefixNode] = {}
         self._block_of: dict[PrefixNode, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._blank = list(range(num_blocks))[::-1]
+        """Free blocks that nobody could find, the next to be handed out at the end."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with a name, the next to be handed out at the beginning."""
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds; cached ones among them."""
-        return len(self._free)
+        return len(self._blank) + len(self._cached)
 
     def find(self, node: PrefixNode) -> int | None:
         """The block that holds this prefix's KV, or None. Takes nothing."""
@@ -40,9 +44,9 @@ class BlockPool:
         if not self.can_take(num_new, shared):
             return None
         for block in shared:
-            self._free.pop(block, None)
+            self._cached.pop(block, None)
             self._refs[block] += 1
-        fresh = [self._free.popitem(last=False)[0] for _ in range(num_new)]
+        fresh = [self._blank.pop() if self._blank else self._cached.popitem(last=False)[0] for _ in range(num_new)]
         for block in fresh:
             self._refs[block] = 1
             if (node := self._node_of.pop(block, None)) is not None:
@@ -55,7 +59,10 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} is given back more often than taken"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
+                if block in self._node_of:
+                    self._cached[block] = None
+                else:
+                    self._blank.append(block)
 
     def publish(self, block: int, node: PrefixNode) -> None:
         """Make a full, computed block findable. The first block under a name wins; block tables never change."""
@@ -67,6 +74,8 @@ class BlockPool:
         """Drop every cached prefix. Held blocks stay held."""
         self._node_of.clear()
         self._block_of.clear()
+        self._blank.extend(self._cached)
+        self._cached.clear()
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert every invariant, given the blocks of each live sequence. For tests and idle time."""
@@ -77,5 +86,7 @@ class BlockPool:
             for block in blocks:
                 refs[block] += 1
         assert refs == self._refs, "reference counts disagree with block tables"
-        assert set(self._free) == {b for b, r in enumerate(refs) if r == 0}, "free list disagrees with counts"
+        free = sorted([*self._blank, *self._cached])
+        assert free == [b for b, r in enumerate(refs) if r == 0], "free lists disagree with counts"
+        assert all(b in self._node_of for b in self._cached), "the free lists disagree with the content maps"
         assert {b: n for n, b in self._block_of.items()} == self._node_of, "the two content maps disagree"

@@ -44,7 +44,7 @@ BUGS: dict[str, list[Edit]] = {
     "revived_blocks_uncounted": [
         Edit(POOL, "revived = sum(self._refs[block] == 0 for block in shared)", "revived = 0")
     ],
-    "revived_block_stays_free": [Edit(POOL, "self._free.pop(block, None)", "pass")],
+    "revived_block_stays_free": [Edit(POOL, "self._cached.pop(block, None)", "pass")],
     "shared_block_freed_with_its_first_holder": [
         Edit(POOL, "            if self._refs[block] == 0:\n", "            if True:\n")
     ],

@@ -124,6 +124,26 @@ def test_prefix_outlives_its_continuations():
     assert [pool.find(node) for node in nodes] == [blocks[0], None, None]
 
 
+def test_blocks_without_a_name_are_reused_before_new_ones_and_cached_ones_last():
+    pool, index = BlockPool(5), PrefixIndex()
+    blocks = pool.take(3)
+    pool.publish(blocks[0], index.root("kept"))
+    pool.give_back(blocks)
+    assert pool.take(2) == [blocks[1], blocks[2]], "the last freed first"
+    assert pool.take(2) == [3, 4], "never used"
+    assert pool.find(index.root("kept")) == blocks[0]
+    assert pool.take(1) == [blocks[0]]
+
+
+def test_a_stream_of_requests_without_a_prefix_cache_touches_few_blocks():
+    pool, touched = BlockPool(100), set()
+    for _ in range(50):
+        blocks = pool.take(4)
+        touched.update(blocks)
+        pool.give_back(blocks)
+    assert len(touched) == 4
+
+
 def test_reused_block_is_no_longer_found_under_its_old_name():
     pool, index = BlockPool(1), PrefixIndex()
     old, new = index.root("old"), index.root("new")
@@ -167,7 +187,7 @@ def test_check_notices(break_it):
     if break_it == "count":
         pool._refs[blocks[0]] = 2
     elif break_it == "free_twice":
-        pool._free[blocks[0]] = None
+        pool._blank.append(blocks[0])
     else:
         del pool._node_of[blocks[0]]
     with pytest.raises(AssertionError, match="disagree"):
@@ -175,7 +195,8 @@ def test_check_notices(break_it):
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Eight blocks, any order of calls; modelled by a list of tables, the free blocks in order, and blocks by name."""
+    """Eight blocks, any order of calls; modelled by a list of tables, the free blocks in the order in which they were
+    freed, the blocks that never were used, and blocks by name."""
 
     SIZE = 8
 
@@ -183,7 +204,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.SIZE)
         self.tables: list[list[int]] = []
-        self.free = list(range(self.SIZE))
+        self.free: list[int] = []
+        self.unused = list(range(self.SIZE))
         self.where: dict[PrefixNode, int] = {}
         index = PrefixIndex()
         self.nodes = [index.root(str(i)) for i in range(10)]
@@ -191,10 +213,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def _taken(self, num_new: int, shared: list[int]) -> list[int] | None:
         """What `take` must return; changes the model as it does."""
         revived = [block for block in shared if block in self.free]
-        if num_new + len(revived) > len(self.free):
+        if num_new + len(revived) > len(self.free) + len(self.unused):
             return None
         self.free = [block for block in self.free if block not in revived]
-        fresh, self.free = self.free[:num_new], self.free[num_new:]
+        named = set(self.where.values())
+        blank = [block for block in self.free if block not in named]
+        fresh = [*blank[::-1], *self.unused, *(block for block in self.free if block in named)][:num_new]
+        self.free, self.unused = ([block for block in each if block not in fresh] for each in (self.free, self.unused))
         self.where = {node: block for node, block in self.where.items() if block not in fresh}
         return shared + fresh
 
@@ -249,7 +274,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
+        """What was cached is blank now, the last freed on top."""
         self.pool.forget()
+        named = [block for block in self.free if block in self.where.values()]
+        self.free = [block for block in self.free if block not in named] + named
         self.where.clear()
 
     @invariant()
@@ -257,7 +285,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.check(self.tables)
         held = set(itertools.chain.from_iterable(self.tables))
         assert self.pool.num_free + len(held) == self.SIZE
-        assert sorted(self.free) == sorted(set(range(self.SIZE)) - held)
+        assert sorted(self.free + self.unused) == sorted(set(range(self.SIZE)) - held)
         assert min(self.pool._refs) >= 0
 
     @invariant()
