@@ -113,6 +113,7 @@ class ModelRunner:
         with tqdm(total=total, desc="Loading weights", unit=" values", unit_scale=True, disable=not progress) as bar:
             if config.load_format == "dummy":
                 fill_with_dummy_weights(self.model, seed=config.seed or 0, on_tensor=bar.update)
+                prepare_weights(self.model)
             else:
                 load_weights(
                     self.model,
@@ -120,8 +121,8 @@ class ModelRunner:
                     tied_tensors=self.model.tied_tensors,
                     num_threads=torch.get_num_threads(),
                     on_tensor=bar.update,
+                    prepare=True,
                 )
-        prepare_weights(self.model)
         return_freed_memory()
 
     def warm_up(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,9 @@ from rorqual.loader.layer import WantedTensor
 from rorqual.loader.quantization_config import LinearFormat
 from rorqual.ops.embedding import embedding
 from rorqual.ops.linear import Weight, linear
+from rorqual.ops.split_blocks import split_blocks
 from rorqual.quantization import QTensor
+from rorqual.quantization.gguf_blocks import BlockMatrix
 
 
 class _VocabParallelTable(StackedWeight):
@@ -38,7 +41,21 @@ class _VocabParallelTable(StackedWeight):
 
 
 class VocabParallelEmbedding(_VocabParallelTable):
-    """Rows of the embedding table; a table of integers stays so, and the rows that are looked up are dequantised."""
+    """Rows of the embedding table; a table of integers stays so, and the rows that are looked up are dequantised.
+
+    It has no memory of its own where it can do without: rows of one that a GGUF file stores are read in the mapped
+    file, and rows of one that is tied to a head of integers as the head has laid them out.
+    """
+
+    _blocks: BlockMatrix | None = None
+
+    def wanted(self, prefix: str) -> Iterator[WantedTensor]:
+        """The table."""
+        for tensor in super().wanted(prefix):
+            yield tensor if tensor.keep is None else tensor._replace(keep_blocks=self._keep_blocks)
+
+    def _keep_blocks(self, whole: BlockMatrix) -> None:
+        self._blocks = whole.slice_rows(self.rows)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [num_tokens] -> [num_tokens, hidden_size]."""
@@ -49,18 +66,28 @@ class VocabParallelEmbedding(_VocabParallelTable):
         return self.mesh.tp_all_reduce(found * mine[:, None])
 
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
-        table = self.operand
+        table = self._blocks or self.operand
         assert not isinstance(table, QTensor)
         return embedding(rows, table, dtype=self.dtype)
 
     @property
     def table(self) -> Weight:
-        """The table as it was loaded, which is how rows are looked up in it."""
+        """The table as a product takes it before it is laid out; one that lies in a file is read from there."""
         return self._loaded()
+
+    def _loaded(self) -> Weight:
+        if self._blocks is None:
+            return super()._loaded()
+        return replace(split_blocks(self._blocks), dynamic=self._dynamic)
 
     def prepare(self) -> None:
         """Keep the table as it is: no product reads it."""
-        self._operand = self.table
+        if self._blocks is None:
+            self._operand = self.table
+
+    def share(self, laid_out: Weight) -> None:
+        """Read rows in what a tied head has made of the table, from now on."""
+        self._operand, self._blocks, self._kept = laid_out, None, [None] * len(self.integers)
 
 
 class ParallelLMHead(_VocabParallelTable):
@@ -92,5 +119,11 @@ class ParallelLMHead(_VocabParallelTable):
         return iter(()) if self._tied else super().wanted(prefix)
 
     def _loaded(self) -> Weight:
-        """The table as it was loaded; a tied one stays as it is for the embedding too."""
+        """The table as it was loaded; of a tied one, the embedding's."""
         return self._tied[0].table if self._tied else super()._loaded()
+
+    def prepare(self) -> None:
+        """Lay the table out. Where it is of integers, a tied embedding looks its rows up there."""
+        super().prepare()
+        if self._tied and self.integers:
+            self._tied[0].share(self.operand)

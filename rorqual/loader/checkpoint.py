@@ -11,7 +11,8 @@ from rorqual.loader.json_file import read_generation_config, read_json_object
 if TYPE_CHECKING:
     import torch
 
-    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
+    from rorqual.quantization.gguf_blocks import BlockMatrix
+    from rorqual.quantization.integer import IntegerFormat
 
 
 class Checkpoint(Protocol):
@@ -43,8 +44,12 @@ class Checkpoint(Protocol):
         """A tensor on the CPU in its stored dtype (quantised GGUF: as float32). May be called from several threads."""
         ...
 
-    def load_integers(self, name: str) -> IntegerWeight:
-        """One of `integer_formats`, without loss. May be called from several threads."""
+    def load_blocks(self, name: str) -> BlockMatrix:
+        """One of `integer_formats` as it is stored, perhaps mapped. May be called from several threads."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Let the memory go that reading a tensor took; who has it mapped still, reads it anew. Nobody wrote to it."""
         ...
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rorqual.quantization import QTensor, encode_e2m1, encode_e4m3, pack_e2m1
+from rorqual.quantization.gguf_blocks import BlockMatrix
 from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 _POOL_SIZE = 4_194_301
@@ -53,9 +54,12 @@ class DummyCheckpoint:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 
-    def load_integers(self, name: str) -> IntegerWeight:
+    def load_blocks(self, name: str) -> BlockMatrix:
         """Never answers: there are no tensors."""
         raise KeyError(name)
+
+    def release(self, name: str) -> None:
+        """Does nothing: there are no tensors."""
 
 
 @torch.no_grad()

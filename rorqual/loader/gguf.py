@@ -16,7 +16,8 @@ from rorqual.loader.gguf_file import GGUFFile, StoredType, TensorInfo, read_meta
 if TYPE_CHECKING:
     import torch
 
-    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
+    from rorqual.quantization.gguf_blocks import BlockMatrix
+    from rorqual.quantization.integer import IntegerFormat
 
 __all__ = ["GGUFCheckpoint", "RawTensor", "read_metadata"]
 
@@ -121,11 +122,22 @@ class GGUFCheckpoint:
             values = torch.from_numpy(raw.data.reshape(-1)).view(dtype)
         return values.view(raw.shape)
 
-    def load_integers(self, name: str) -> IntegerWeight:
-        """One of `integer_formats` on the CPU, without loss."""
-        from rorqual.quantization.gguf_blocks import integer_weight
+    def load_blocks(self, name: str) -> BlockMatrix:
+        """One of `integer_formats` as it is stored: mapped, unless its rows have another order in the file."""
+        import torch
 
-        return integer_weight(self.raw(name).data, self.integer_formats[name])
+        from rorqual.quantization.gguf_blocks import BlockMatrix
+
+        return BlockMatrix(torch.from_numpy(self.raw(name).data), self.integer_formats[name])
+
+    def release(self, name: str) -> None:
+        """Let go of the memory of a tensor's pages; what is mapped is read again when it is touched."""
+        file, info, _, expert = self._sources[name]
+        start, size = info.offset, info.size_bytes
+        if expert is not None:
+            size //= info.shape[0]
+            start += expert * size
+        file.release(start, start + size)
 
     def raw(self, name: str) -> RawTensor:
         """A tensor as stored, for a computation that reads the format itself."""

@@ -89,6 +89,12 @@ class GGUFFile:
         rows = info.shape[:-1]
         return flat.reshape(*rows, info.size_bytes // max(prod(rows), 1))
 
+    def release(self, start: int, stop: int) -> None:
+        """Let go of the memory of the pages that lie wholly between two bytes. What was written there is lost."""
+        first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, first, end - first)
+
 
 def matrix_formats(path: Path) -> tuple[str, ...]:
     """Names of the formats of a file's matrices, the one with the most values first. Raises as `GGUFFile.open`."""

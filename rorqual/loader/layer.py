@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rorqual.quantization import QTensor
+from rorqual.quantization.gguf_blocks import BlockMatrix
 from rorqual.quantization.integer import IntegerFormat, IntegerWeight
 
 
@@ -28,6 +29,8 @@ class WantedTensor(NamedTuple):
     """What the layer keeps it in, where that is integers; `copy` rounds to it."""
     keep: Callable[[IntegerWeight], None] | None = None
     """Takes this rank's part of the whole tensor in that format, as it is."""
+    keep_blocks: Callable[[BlockMatrix], None] | None = None
+    """In place of `keep` where the checkpoint stores that format: takes the tensor as it lies there, perhaps mapped."""
 
 
 class Layer(nn.Module):

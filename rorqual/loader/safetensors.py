@@ -14,7 +14,8 @@ from rorqual.loader.json_file import read_generation_config, read_json_object
 if TYPE_CHECKING:
     import torch
 
-    from rorqual.quantization.integer import IntegerFormat, IntegerWeight
+    from rorqual.quantization.gguf_blocks import BlockMatrix
+    from rorqual.quantization.integer import IntegerFormat
 
 _log = logging.getLogger(__name__)
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -58,9 +59,12 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
-    def load_integers(self, name: str) -> IntegerWeight:
+    def load_blocks(self, name: str) -> BlockMatrix:
         """Never answers: nothing is stored so."""
         raise KeyError(name)
+
+    def release(self, name: str) -> None:
+        """Does nothing: the mapping is the safetensors package's."""
 
 
 def has_safetensors(folder: Path) -> bool:

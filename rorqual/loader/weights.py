@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.dummy import dummy_integers, fill_dummy, fill_dummy_quantized
 from rorqual.loader.layer import Layer, WantedTensor
+from rorqual.ops.split_blocks import split_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -25,12 +26,18 @@ _SHOWN = 8
 def wanted_tensors(model: nn.Module) -> dict[str, WantedTensor]:
     """Every checkpoint tensor that the model's layers want, by name."""
     found: dict[str, WantedTensor] = {}
+    for _, tensors in _by_layer(model):
+        for tensor in tensors:
+            assert tensor.name not in found, f"two layers want {tensor.name}"
+            found[tensor.name] = tensor
+    return found
+
+
+def _by_layer(model: nn.Module) -> Iterator[tuple[Layer, list[WantedTensor]]]:
+    """Every layer and what it wants."""
     for prefix, module in model.named_modules():
         if isinstance(module, Layer):
-            for tensor in module.wanted(prefix):
-                assert tensor.name not in found, f"two layers want {tensor.name}"
-                found[tensor.name] = tensor
-    return found
+            yield module, list(module.wanted(prefix))
 
 
 def load_weights(
@@ -40,16 +47,20 @@ def load_weights(
     tied_tensors: Mapping[str, str],
     num_threads: int,
     on_tensor: Callable[[int], object] = lambda _values: None,
+    prepare: bool = False,
 ) -> None:
     """Fill the model from the checkpoint. `on_tensor` is told the number of values in each tensor that is done.
 
-    What a layer keeps in the integer format that the checkpoint stores goes there as it is, never as floats.
+    What a layer keeps in the integer format that the checkpoint stores goes there as it is, never as floats. With
+    `prepare`, a layer is laid out as soon as it is filled, as `prepare_weights` does it later: so only few layers are
+    in memory twice.
 
     Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name;
     and on the way for a tensor whose dtype or values the layer cannot hold.
     """
     names = set(checkpoint.names())
-    wanted = _under_its_name_there(wanted_tensors(model).values(), names)
+    filled = {layer: found for layer, tensors in _by_layer(model) if (found := _under_its_name_there(tensors, names))}
+    wanted = {name: tensor for tensors in filled.values() for name, tensor in tensors.items()}
     _check_names(wanted.keys(), names, tied_tensors)
     for name, tensor in wanted.items():
         if (shape := checkpoint.shape(name)) != tensor.shape:
@@ -59,19 +70,40 @@ def load_weights(
             )
     _warn_untied(checkpoint, names, tied_tensors)
 
-    def fill(name: str, tensor: WantedTensor) -> int:
-        try:
-            if tensor.keep is not None and checkpoint.integer_formats.get(name) == tensor.format:
-                tensor.keep(checkpoint.load_integers(name))
-            else:
-                tensor.copy(checkpoint.load(name))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
-        return math.prod(tensor.shape)
+    def fill(layer: Layer) -> list[int]:
+        for name, tensor in filled[layer].items():
+            try:
+                _hand_over(checkpoint, name, tensor)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
+        if prepare:
+            prepare_weights(layer)
+        return [math.prod(tensor.shape) for tensor in filled[layer].values()]
 
     with ThreadPoolExecutor(num_threads) as pool:
-        for num_values in pool.map(fill, wanted.keys(), wanted.values()):
-            on_tensor(num_values)
+        for sizes in pool.map(fill, filled):
+            for num_values in sizes:
+                on_tensor(num_values)
+    if prepare:  # those that read what others were filled with
+        done = {module for layer in filled for module in layer.modules()}
+        for module in model.modules():
+            if isinstance(module, Layer) and module not in done:
+                module.prepare()
+        for name, tensor in wanted.items():
+            if tensor.keep_blocks is not None:
+                checkpoint.release(name)
+
+
+def _hand_over(checkpoint: Checkpoint, name: str, tensor: WantedTensor) -> None:
+    """Give a layer one tensor, in the most compact form that it takes."""
+    if tensor.format is None or checkpoint.integer_formats.get(name) != tensor.format:
+        tensor.copy(checkpoint.load(name))
+    elif tensor.keep_blocks is not None:
+        tensor.keep_blocks(checkpoint.load_blocks(name))
+    else:
+        assert tensor.keep is not None
+        tensor.keep(split_blocks(checkpoint.load_blocks(name)))
+    checkpoint.release(name)
 
 
 def fill_with_dummy_weights(

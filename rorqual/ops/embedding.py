@@ -1,4 +1,4 @@
-"""Rows of a table of token embeddings, plain or of integers."""
+"""Rows of a table of token embeddings: plain, of integers, or as a GGUF file stores them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from rorqual.ops.linear import unpack_weight
 from rorqual.ops.registry import op
+from rorqual.quantization.gguf_blocks import BlockMatrix, integer_weight
 from rorqual.quantization.integer import IntegerStack, IntegerWeight
 
-Table = torch.Tensor | IntegerWeight | IntegerStack
+Table = torch.Tensor | IntegerWeight | IntegerStack | BlockMatrix
 """[vocabulary, hidden size]."""
 
 
@@ -30,6 +31,9 @@ def embedding(ids: torch.Tensor, weight: Table, *, dtype: torch.dtype) -> torch.
         raise ValueError(f"ids must be [num_tokens] of int64 or int32, got {list(ids.shape)} of {ids.dtype}")
     if isinstance(weight, torch.Tensor):
         return F.embedding(ids, weight).to(dtype)
+    if isinstance(weight, BlockMatrix):
+        found = integer_weight(weight.data.index_select(0, ids).numpy(), weight.format)
+        return found.dequantize(dtype)
     table = unpack_weight(weight)
     if isinstance(table, IntegerWeight):
         return _rows(table, ids, dtype)

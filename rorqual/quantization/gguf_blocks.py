@@ -10,6 +10,7 @@ as the bytes of a 64-bit word.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,40 @@ _LOW_BITS = np.uint64(0x0101010101010101)
 _LOW_PAIRS = np.uint64(0x0303030303030303)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMatrix:
+    """A matrix [rows, columns] as GGML stores it. Its memory may be that of a mapped file."""
+
+    data: torch.Tensor
+    """uint8 [rows, bytes of a row], contiguous."""
+    format: IntegerFormat
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        layout = _LAYOUTS[self.format.name]
+        return torch.Size((self.data.shape[0], self.data.shape[1] // layout.block.itemsize * layout.size))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self.data.device
+
+    @property
+    def block_size(self) -> int:
+        """Values of a block."""
+        return _LAYOUTS[self.format.name].size
+
+    @property
+    def ggml_type(self) -> int:
+        """GGML's number of the format."""
+        return _LAYOUTS[self.format.name].number
+
+    def slice_rows(self, rows: slice) -> BlockMatrix:
+        """Some rows, as a view."""
+        return BlockMatrix(self.data[rows], self.format)
+
+
 class Split(NamedTuple):
     """What a run of blocks holds."""
 
@@ -52,6 +87,8 @@ _Fill = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray | None]]
 
 
 class _Layout(NamedTuple):
+    number: int
+    """GGML's."""
     block: np.dtype
     size: int
     """Values of a block."""
@@ -187,17 +224,18 @@ def _q6_k(blocks: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, None]:
 
 _HALF, _WORD = "<f2", "<u8"
 _LAYOUTS = {
-    Q4_0.name: _Layout(np.dtype([("scale", _HALF), ("codes", _WORD, 2)]), 32, _q4_0),
-    Q4_1.name: _Layout(np.dtype([("scale", _HALF), ("minimum", _HALF), ("codes", _WORD, 2)]), 32, _q4_1),
-    Q5_0.name: _Layout(np.dtype([("scale", _HALF), ("fifth", "u1", 4), ("codes", _WORD, 2)]), 32, _q5_0),
+    Q4_0.name: _Layout(2, np.dtype([("scale", _HALF), ("codes", _WORD, 2)]), 32, _q4_0),
+    Q4_1.name: _Layout(3, np.dtype([("scale", _HALF), ("minimum", _HALF), ("codes", _WORD, 2)]), 32, _q4_1),
+    Q5_0.name: _Layout(6, np.dtype([("scale", _HALF), ("fifth", "u1", 4), ("codes", _WORD, 2)]), 32, _q5_0),
     Q5_1.name: _Layout(
-        np.dtype([("scale", _HALF), ("minimum", _HALF), ("fifth", "u1", 4), ("codes", _WORD, 2)]), 32, _q5_1
+        7, np.dtype([("scale", _HALF), ("minimum", _HALF), ("fifth", "u1", 4), ("codes", _WORD, 2)]), 32, _q5_1
     ),
-    Q8_0.name: _Layout(np.dtype([("scale", _HALF), ("codes", _WORD, 4)]), 32, _q8_0),
+    Q8_0.name: _Layout(8, np.dtype([("scale", _HALF), ("codes", _WORD, 4)]), 32, _q8_0),
     Q4_K.name: _Layout(
-        np.dtype([("scale", _HALF), ("minimum", _HALF), ("scales", "u1", (3, 4)), ("codes", _WORD, 16)]), 256, _q4_k
+        12, np.dtype([("scale", _HALF), ("minimum", _HALF), ("scales", "u1", (3, 4)), ("codes", _WORD, 16)]), 256, _q4_k
     ),
     Q5_K.name: _Layout(
+        13,
         np.dtype(
             [("scale", _HALF), ("minimum", _HALF), ("scales", "u1", (3, 4)), ("fifth", _WORD, 4), ("codes", _WORD, 16)]
         ),
@@ -205,6 +243,6 @@ _LAYOUTS = {
         _q5_k,
     ),
     Q6_K.name: _Layout(
-        np.dtype([("codes", _WORD, 16), ("upper", _WORD, 8), ("scales", "i1", 16), ("scale", _HALF)]), 256, _q6_k
+        14, np.dtype([("codes", _WORD, 16), ("upper", _WORD, 8), ("scales", "i1", 16), ("scale", _HALF)]), 256, _q6_k
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from rorqual.ops.moe import ExpertWeights, Routing, route_softmax
 from rorqual.ops.sample import row_key
 from tests.ops.gemm_cases import GEMM_CASES
-from tests.ops.integer_cases import EMBEDDING_CASES
+from tests.ops.integer_cases import EMBEDDING_CASES, SPLIT_CASES
 from tests.ops.kv_cases import LOAD_CASES, RECORD_STORE_CASES, TRANSFORM_CASES
 from tests.ops.linear_cases import LINEAR_CASES, WEIGHT_CASES
 from tests.ops.norm_cases import NORM_CASES
@@ -190,6 +190,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "prepare_weight": WEIGHT_CASES,
     "unpack_weight": WEIGHT_CASES,
     "embedding": EMBEDDING_CASES,
+    "split_blocks": SPLIT_CASES,
     "rotary_embedding": ROPE_CASES,
     "quantize": QUANTIZE_CASES,
     "silu_and_mul": _GATE,

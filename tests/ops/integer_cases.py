@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from rorqual.ops.embedding import Table
+from rorqual.quantization import gguf_blocks
+from rorqual.quantization.gguf_blocks import BlockMatrix
 from rorqual.quantization.integer import INTEGER_FORMATS, Q4_1, Q6_K, Q8_0, IntegerFormat, IntegerStack, IntegerWeight
 from tests.ops.values import Call, normal
 
@@ -87,7 +91,18 @@ def expected(x: torch.Tensor, weight: IntegerWeight) -> tuple[np.ndarray, np.nda
     return given @ values.T, np.abs(given) @ np.abs(values).T
 
 
-def _looked_up(weight: torch.Tensor | IntegerWeight | IntegerStack, ids: torch.Tensor, dtype: torch.dtype) -> Call:
+def blocks_of(format: IntegerFormat, rows: int, columns: int) -> BlockMatrix:
+    """Random bytes, but for scales and minima of ordinary sizes."""
+    layout = gguf_blocks._LAYOUTS[format.name]
+    draw = np.random.default_rng(rows)
+    blocks = draw.integers(0, 256, (rows * columns // layout.size, layout.block.itemsize), np.uint8)
+    for name in {"scale", "minimum"} & set(layout.block.names or ()):
+        values = draw.standard_normal(len(blocks)) * 2.0 ** draw.integers(-12, 0, len(blocks))
+        blocks.view(layout.block)[name][:, 0] = values
+    return BlockMatrix(torch.from_numpy(blocks.reshape(rows, -1)), format)
+
+
+def _looked_up(weight: Table, ids: torch.Tensor, dtype: torch.dtype) -> Call:
     return (ids, weight), {"dtype": dtype}
 
 
@@ -102,7 +117,22 @@ EMBEDDING_CASES: dict[str, Callable[[], Call]] = {
         f"native_{kind.name}": lambda kind=kind: _looked_up(integers_of(kind, 48, 96), _IDS, torch.bfloat16)
         for kind in ALL_FORMATS
     },
+    **{
+        f"native_blocks_{kind.name}": lambda kind=kind: _looked_up(blocks_of(kind, 48, 512), _IDS, torch.bfloat16)
+        for kind in ALL_FORMATS
+    },
+    "blocks_float32": lambda: _looked_up(blocks_of(Q4_1, 48, 96), _IDS, torch.float32),
+    "blocks_with_gaps": lambda: _looked_up(
+        dataclasses.replace(gaps := blocks_of(Q8_0, 48, 96), data=gaps.data[:, :68]), _IDS, torch.bfloat16
+    ),
+    "native_blocks_many": lambda: _looked_up(blocks_of(Q6_K, 48, 512), torch.arange(480) % 48, torch.bfloat16),
     "native_spread_ids": lambda: _looked_up(integers_of(Q6_K, 48, 48), torch.arange(48)[::3], torch.bfloat16),
     "native_many": lambda: _looked_up(integers_of(Q4_1, 48, 1056), torch.arange(480) % 48, torch.bfloat16),
     "native_none": lambda: _looked_up(integers_of(Q8_0, 48, 96), _IDS[:0], torch.bfloat16),
+}
+SPLIT_CASES: dict[str, Callable[[], Call]] = {
+    **{f"native_{kind.name}": lambda kind=kind: ((blocks_of(kind, 48, 512),), {}) for kind in ALL_FORMATS},
+    "native_many": lambda: ((blocks_of(Q4_1, 480, 576),), {}),
+    "native_none": lambda: ((blocks_of(Q4_1, 48, 96).slice_rows(slice(0, 0)),), {}),
+    "gaps": lambda: ((dataclasses.replace(gaps := blocks_of(Q8_0, 48, 96), data=gaps.data[:, :68]),), {}),
 }

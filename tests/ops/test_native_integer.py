@@ -228,6 +228,19 @@ def test_many_rows_pass_in_panels(isa):
 
 
 @ISAS
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_share_many_rows_of_few_features(isa, count):
+    x = inputs(1100, 96)
+    mixed = IntegerStack([*stack_of(("q4_1", "q6_k"), 96), integers_of(Q8_0, 48, 96, dynamic=False)])
+    with using(isa):
+        for weight in (prepare_weight(mixed), prepare_weight(normal(48, 96, dtype=BF16))):
+            bias = normal(weight.out_features if isinstance(weight, PackedIntegers) else 48, dtype=BF16)
+            pieces = torch.cat([linear(x[start : start + 100], weight, bias) for start in range(0, 1100, 100)])
+            with threads(count):
+                assert torch.equal(linear(x, weight, bias), pieces)
+
+
+@ISAS
 def test_stacked_parts_are_one_weight(isa):
     x, bias = inputs(20, 160), normal(288, dtype=BF16)
     mixed = stack_of(MIXED, 160)
@@ -396,8 +409,20 @@ def test_ids_outside_the_table_are_an_error(ids):
         embedding(given[None], weight, dtype=BF16)
 
 
-def test_rows_of_a_weight_that_is_laid_out_are_right_too():
-    ids = torch.tensor([5, 47, 5])
-    for weight in (integers_of(Q8_0, 48, 96), stack_of(("q4_1", "q6_k"), 96)):
-        got = embedding(ids, prepare_weight(weight), dtype=BF16)
-        assert torch.equal(got, weight.dequantize()[ids].bfloat16())
+@ISAS
+@FORMATS
+def test_rows_are_looked_up_in_a_weight_that_is_laid_out(format, isa):
+    weight, ids = integers_of(format, 48, 96), torch.tensor([5, 47, 5, 0, 16])
+    with using(isa):
+        table = prepare_weight(weight)
+        assert embedding.explain(ids, table, dtype=BF16)["native"] == "ok"
+        assert torch.equal(embedding(ids, table, dtype=BF16), weight.dequantize()[ids].bfloat16())
+        assert embedding(ids[:0], table, dtype=BF16).shape == (0, 96)
+        with pytest.raises(IndexError, match="from 0 to 47, got"):
+            embedding(torch.tensor([48]), table, dtype=BF16)
+
+
+def test_rows_of_several_weights_that_are_laid_out_are_right_too():
+    weight, ids = stack_of(("q4_1", "q6_k"), 96), torch.tensor([5, 47, 5, 100])
+    got = embedding(ids, prepare_weight(weight), dtype=BF16)
+    assert torch.equal(got, weight.dequantize()[ids].bfloat16())

@@ -105,7 +105,7 @@ REFUSED: dict[tuple[str, str], set[str]] = {
     # Compiled kernels are for bfloat16, and products and caches of certain sizes: these cases are named after them.
     **{
         (op, "native"): {case for case in CASES[op] if not case.startswith(_FOR_NATIVE)}
-        for op in ("paged_attention", "store_kvcache", "allocate_kvcache", "embedding")
+        for op in ("paged_attention", "store_kvcache", "allocate_kvcache", "embedding", "split_blocks")
     },
     **{
         (op, "native"): {case for case in CASES[op] if "bfloat16" not in case}

@@ -254,6 +254,29 @@ def test_plain_formats_load_in_their_own_dtype_and_writing_changes_no_file(
     assert path.read_bytes() == before
 
 
+def resident_kib(path: Path) -> int:
+    """Memory that this process has of a mapped file."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    found = 0
+    for line in lines:
+        if line.endswith(str(path)):
+            found += next(int(entry.split()[1]) for entry in lines if entry.startswith("Rss:"))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux to tell of a mapping's memory")
+def test_released_pages_leave_memory_and_come_back_with_the_same_bytes(tmp_path: Path) -> None:
+    source = np.random.default_rng(2).standard_normal((4096, 64)).astype(np.float32)
+    path = write_gguf(tmp_path / "m.gguf", tensors={"token_embd.weight": source})
+    checkpoint, name = GGUFCheckpoint(path), "model.embed_tokens.weight"
+    loaded = checkpoint.load(name)
+    total = loaded.double().sum()
+    assert resident_kib(path) >= 1024
+    checkpoint.release(name)
+    assert resident_kib(path) < 64
+    assert loaded.double().sum() == total
+
+
 # --- names, row order, experts --------------------------------------------------------------------------------------
 
 

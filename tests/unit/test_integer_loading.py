@@ -15,12 +15,15 @@ from rorqual.layers.decoder import Placement
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
 from rorqual.loader.integer_quantization import IntegerQuantization
-from rorqual.loader.weights import fill_with_dummy_weights, load_weights, wanted_tensors
+from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights, wanted_tensors
 from rorqual.models.registry import build_model
+from rorqual.ops.linear import unpack_weight
+from rorqual.ops.registry import load_backends
 from rorqual.quantization.integer import Q4_1, Q8_0, IntegerStack, IntegerWeight
 from tests.tiny import checkpoint_folder
 from tests.unit.tiny_gguf import MIXED_SIZES, Type, mixed_kinds, smollm2_kinds, write_llama
 
+load_backends("native", "cpu")
 KINDS = {"smollm2": (smollm2_kinds, {}), "mixed": (mixed_kinds, MIXED_SIZES | {"tied": False})}
 
 
@@ -69,6 +72,37 @@ def test_packed_tensors_go_to_the_layers_as_they_are(packed, monkeypatch):
     assert torch.equal(model.model.embed_tokens.table.dequantize(), table)
     head = packed.load("lm_head.weight") if "lm_head.weight" in packed.names() else table
     assert torch.equal(model.lm_head.operand.dequantize(), head)
+
+
+def test_layers_are_laid_out_as_they_are_filled(packed):
+    ids = torch.tensor([3, 0, 62])
+    want = packed.load("model.embed_tokens.weight")[ids].bfloat16()
+    loaded, prepared = (
+        load(built(packed, IntegerQuantization(dynamic=True, stored=packed.integer_formats)), packed, prepare=prepare)
+        for prepare in (False, True)
+    )
+    assert torch.equal(loaded.model.embed_tokens(ids), want)
+    prepare_weights(loaded)
+    for model in (loaded, prepared):
+        assert torch.equal(model.model.embed_tokens(ids), want)
+        for stack in stacks(model).values():
+            assert not any(stack._kept), "the weights are held once"
+    for name, stack in stacks(prepared).items():
+        if name != "model.embed_tokens":
+            assert torch.equal(
+                unpack_weight(stack.operand).dequantize(), unpack_weight(stacks(loaded)[name].operand).dequantize()
+            )
+
+
+def test_a_table_has_no_memory_of_its_own(packed):
+    model = load(built(packed, IntegerQuantization(dynamic=True, stored=packed.integer_formats)), packed, prepare=True)
+    table = model.model.embed_tokens
+    if packed.config["tie_word_embeddings"]:
+        assert table._blocks is None
+        assert table.operand is model.lm_head.operand
+    else:
+        mapped = packed.load_blocks("model.embed_tokens.weight")
+        assert table._blocks.data.data_ptr() == mapped.data.data_ptr(), "in the file"
 
 
 def test_parts_of_different_formats_are_a_stack(tmp_path):

@@ -26,6 +26,7 @@ typedef struct {
 #include "quantized.h"
 #include "integer.h"
 #include "product.h"
+#include "blocks.h"
 #include "embedding.h"
 #include "pack.h"
 #include "decoder_blocks.h"
