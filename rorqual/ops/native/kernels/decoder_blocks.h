@@ -74,12 +74,6 @@ static norm_product_t norm_product(const bf16 *x, const bf16 *residual, bf16 *su
 #define EACH_PART(phase, parts) \
     for (int64_t part; (part = phase_take(phase)) < (parts) || (phase_wait(phase, parts), 0); phase_finish(phase))
 
-INLINE void multiply_part(const operand_t *weight, const input_t *in, bf16 *out, int64_t out_features, int64_t part,
-                          int64_t parts) {
-    const int64_t blocks = out_features / 16;
-    multiply(weight, in, out, out_features, blocks * part / parts, blocks * (part + 1) / parts);
-}
-
 INLINE void read_part(const operand_t *weight, const input_t *in, int64_t part, int64_t parts) {
     read_rows(in, weight->in_features, in->rows * part / parts, in->rows * (part + 1) / parts);
 }

@@ -27,9 +27,13 @@ static void unpack_integers(const operand_t *w, const uint8_t *p, const unpacked
         if (w->bits == 4)
             for (int j = 0; j < 4; j++) {
                 const __m512i both = _mm512_loadu_si512(p + 64 * j);
-                const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-                _mm512_storeu_si512(codes + 128 * j, _mm512_sub_epi8(_mm512_and_si512(both, low), offset));
-                _mm512_storeu_si512(codes + 128 * j + 64, _mm512_sub_epi8(high, offset));
+                __m512i first = _mm512_and_si512(both, low), last = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                if (w->offset) {
+                    first = _mm512_sub_epi8(first, offset);
+                    last = _mm512_sub_epi8(last, offset);
+                }
+                _mm512_storeu_si512(codes + 128 * j, first);
+                _mm512_storeu_si512(codes + 128 * j + 64, last);
             }
         else
             for (int j = 0; j < 8; j++)
@@ -119,11 +123,30 @@ INLINE void begin_block(const tile_input_t *in, const unpacked_t *block, dots_t 
         scale_dots(sums, dots[j], scale, x_scales, rows / 4 * 3, rows / 4);  \
     } while (0)
 
+// What minima add to the answers of some rows, [block][16 rows][16]. For all blocks before the first tile: near one, a
+// core has but one of its two units for multiply-adds.
+INLINE void tile_minima(const tile_input_t *in, const unpacked_t *blocks, int64_t count, float (*to)[16][16],
+                        const int rows) {
+    for (int64_t block = 0; block < count; block++) {
+        f32x16 sums[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) sums[i] = (f32x16){0};
+        for (int64_t g = 0; g < in->features / INPUT_GROUP; g++) {
+            const f32x16 least = load(blocks[block].minima + 16 * g);
+#pragma GCC unroll 16
+            for (int i = 0; i < rows; i++) sums[i] = multiply_add(least, splat(in->sums[16 * g + i]), sums[i]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) store(to[block][i], sums[i]);
+    }
+}
+
 // Rows by a block whose first groups `begin_block` has multiplied; it does the same for the next block, if there is
-// one. Minima come after the codes: the sums of both at once would not fit in the registers. Of `rows`, 8, 12 or 16,
-// the last may not be there: they are computed from whatever is in memory, and not written.
-INLINE void tile_block(const operand_t *w, const tile_input_t *in, const unpacked_t *block, const unpacked_t *next,
-                       dots_t *dots, const target_t *to, int64_t m, int there, const int rows, const int group) {
+// one. `minima` may be NULL. Of `rows`, 8, 12 or 16, the last may not be there: they are computed from whatever is in
+// memory, and not written.
+INLINE void tile_block(const tile_input_t *in, const unpacked_t *block, const unpacked_t *next,
+                       const float (*minima)[16], dots_t *dots, const target_t *to, int64_t m, int there,
+                       const int rows, const int group) {
     const int64_t features = in->features, tiles = features / group;
     f32x16 sums[16];
 #pragma GCC unroll 16
@@ -138,30 +161,24 @@ INLINE void tile_block(const operand_t *w, const tile_input_t *in, const unpacke
         SCALE_GROUP(3, 0, 2, 4, 6);
     }
     if (next) begin_block(in, next, dots, group);
-    if (w->has_minima) {
-        f32x16 others[16];
+    if (minima) {
 #pragma GCC unroll 16
-        for (int i = 0; i < rows; i++) others[i] = (f32x16){0};
-        for (int64_t g = 0; g < tiles; g++) {
-            const f32x16 least = load(block->minima + 16 * g);
-#pragma GCC unroll 16
-            for (int i = 0; i < rows; i++) others[i] = multiply_add(least, splat(in->sums[16 * g + i]), others[i]);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < rows; i++) sums[i] += others[i];
+        for (int i = 0; i < rows; i++) sums[i] += load(minima[i]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < rows; i++)
         if (i < there) finish_integers(to, m + i, sums[i]);
 }
 
-INLINE void tile_blocks(const operand_t *w, const tile_input_t *in, const unpacked_t *blocks, int64_t count,
+INLINE void tile_blocks(const tile_input_t *in, const unpacked_t *blocks, int64_t count, float (*minima)[16][16],
                         const target_t *to, int64_t m, int there, const int rows, const int group) {
     dots_t dots[4];
+    if (minima) tile_minima(in, blocks, count, minima, rows);
     begin_block(in, blocks, dots, group);
     for (int64_t i = 0; i < count; i++) {
         const target_t part = {to->out + 16 * i, to->stride, to->bias ? to->bias + 16 * i : NULL};
-        tile_block(w, in, blocks + i, i + 1 < count ? blocks + i + 1 : NULL, dots, &part, m, there, rows, group);
+        tile_block(in, blocks + i, i + 1 < count ? blocks + i + 1 : NULL, minima ? minima[i] : NULL, dots, &part, m,
+                   there, rows, group);
     }
 }
 
@@ -174,8 +191,10 @@ static void integer_tiles(const operand_t *w, const input_t *in, const target_t 
     // Few rows pass one block after the other. More of them panels of one size.
     const int64_t most = tiles == 1 ? 1 : max64(1, UNPACKED_BYTES / block_bytes);
     const int64_t panels = (last - first + most - 1) / most, panel = (last - first + panels - 1) / panels;
-    float *scales = thread_scratch(SCRATCH_WEIGHT, (size_t)(panel * block_bytes + 128 * steps));
-    float *sums = scales + 16 * steps;
+    const int64_t minima_bytes = w->has_minima ? panel * 16 * 16 * (int64_t)sizeof(float) : 0;
+    void *memory = thread_scratch(SCRATCH_WEIGHT, (size_t)(panel * block_bytes + minima_bytes + 128 * steps));
+    float (*minima)[16][16] = w->has_minima ? memory : NULL;
+    float *scales = (float *)((int8_t *)memory + minima_bytes), *sums = scales + 16 * steps;
     int8_t *unpacked = (int8_t *)(sums + 16 * steps);
     const int group = (int)w->group;
     configure_integer_tiles(there, group);
@@ -198,10 +217,10 @@ static void integer_tiles(const operand_t *w, const input_t *in, const target_t 
                 gathered = m;
             }
             const tile_input_t of = {in->q + m * features, scales, sums, features};
-            if (group == 16) tile_blocks(w, &of, blocks, count, &part, m, there, 16, 16);
-            else if (rows == 16) tile_blocks(w, &of, blocks, count, &part, m, there, 16, 32);
-            else if (rows == 12) tile_blocks(w, &of, blocks, count, &part, m, there, 12, 32);
-            else tile_blocks(w, &of, blocks, count, &part, m, there, 8, 32);
+            if (group == 16) tile_blocks(&of, blocks, count, minima, &part, m, there, 16, 16);
+            else if (rows == 16) tile_blocks(&of, blocks, count, minima, &part, m, there, 16, 32);
+            else if (rows == 12) tile_blocks(&of, blocks, count, minima, &part, m, there, 12, 32);
+            else tile_blocks(&of, blocks, count, minima, &part, m, there, 8, 32);
         }
     }
     _tile_release();

@@ -54,6 +54,34 @@ static void multiply(const operand_t *w, const input_t *in, bf16 *out, int64_t o
     }
 }
 
+// Rows and, for each thread that shares them, blocks of features that are worth being a part of the work.
+#define PART_ROWS 256
+#define PART_BLOCKS 16
+
+// One of the parts that threads take. Where there are few features for many rows, they share the rows as well: what
+// is done once for rows, or once for features, is done for as many of the others as there can be.
+static void multiply_part(const operand_t *w, const input_t *in, bf16 *out, int64_t out_features, int64_t part,
+                          int64_t parts) {
+    const int64_t blocks = out_features / 16, features = w->in_features, groups = features / INPUT_GROUP;
+    int64_t row_parts = 1;
+    while (blocks * row_parts < PART_BLOCKS * parts && parts % (2 * row_parts) == 0 &&
+           in->rows >= 2 * row_parts * PART_ROWS)
+        row_parts *= 2;
+    const int64_t columns = parts / row_parts, column = part % columns, row_part = part / columns;
+    const int64_t first = in->rows * row_part / row_parts, last = in->rows * (row_part + 1) / row_parts;
+    input_t rows = *in;
+    rows.x += first * in->stride;
+    rows.rows = last - first;
+    if (in->q) {
+        rows.q += first * features;
+        rows.scales += first * groups;
+        rows.sums += first * groups;
+        rows.int_sums += 2 * first * groups;
+    }
+    multiply(w, &rows, out + first * out_features, out_features, blocks * column / columns,
+             blocks * (column + 1) / columns);
+}
+
 // Values of an input that each thread rather rounds by itself.
 #define SHARED_INPUT 8192
 
@@ -69,7 +97,7 @@ typedef struct {
 
 static void product_region(const void *arg) {
     const product_t *a = arg;
-    const int64_t blocks = a->out_features / 16, rows = a->input.rows, features = a->weight->in_features;
+    const int64_t rows = a->input.rows, features = a->weight->in_features;
     input_t in = a->input;
     if (a->shared) {
         for (int64_t part; (part = phase_take(a->reading)) < a->parts;) {
@@ -82,7 +110,7 @@ static void product_region(const void *arg) {
         read_rows(&in, features, 0, rows);
     }
     for (int64_t part; (part = phase_take(a->multiplying)) < a->parts;)
-        multiply(a->weight, &in, a->out, a->out_features, blocks * part / a->parts, blocks * (part + 1) / a->parts);
+        multiply_part(a->weight, &in, a->out, a->out_features, part, a->parts);
 }
 
 // out [rows][out_features of all chained operands], without gaps.
