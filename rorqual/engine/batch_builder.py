@@ -87,7 +87,7 @@ def _upload(arrays: SequenceOf[NDArray[np.int64] | NDArray[np.int32]], device: t
     """The arrays as tensors on the device: one copy for all, which nobody waits for; on the CPU none."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)])
+    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)])
     pinned = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
     bytes_of_all = pinned.numpy()
     for start, array in zip(starts, arrays, strict=False):
@@ -99,4 +99,6 @@ def _upload(arrays: SequenceOf[NDArray[np.int64] | NDArray[np.int32]], device: t
     ]
 
 
+_ALIGNMENT = 256
+"""Bytes, as torch's own tensors have it: Triton compiles a kernel anew for pointers that are less aligned."""
 _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}

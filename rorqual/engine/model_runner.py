@@ -126,27 +126,16 @@ class ModelRunner:
         return_freed_memory()
 
     def warm_up(self) -> dict[str, str]:
-        """Run one token that writes nothing, so that the first request does not pay for it; op -> backend that ran."""
+        """Run tokens that write nothing, so that the first request does not pay for it; op -> backend that ran."""
         used: dict[str, str] = {}
 
         def tell(op: Op[..., Any], backend: str, _verdicts: dict[str, str]) -> None:
             used[op.name] = backend
 
-        device = self.resolved.device
-        zero, one = (torch.full((1,), n, dtype=torch.int64, device=device) for n in (0, 1))
-        view = CacheView(zero - 1, zero[None].int())
-        batch = Batch(
-            input_ids=zero,
-            positions=zero,
-            cu_seqlens_q=torch.cat((zero, one)).int(),
-            context_lens=one.int(),
-            caches=(view,) * len(self.resolved.groups),
-            logits_indices=zero,
-            query_lens=(1,),
-            context_lens_host=(1,),
-        )
         with watch(tell):
-            self.run(batch)
+            self.run(self._idle_batch((1,)))
+        if self.resolved.device.type == "cuda":  # whose kernels for chunks are compiled when they are first used
+            self.run(self._idle_batch((1, 2)))
         if self._uses_graphs and all(used.get(op) != "reference" for op in _OPS_THAT_WAIT):
             self._graphs = DecodeGraphs(
                 lambda batch: self.model(batch, self.kv),
@@ -154,10 +143,27 @@ class ModelRunner:
                 max_model_len=self.resolved.max_model_len,
                 block_size=self.resolved.block_size,
                 num_groups=len(self.resolved.groups),
-                device=device,
+                device=self.resolved.device,
                 progress=self._progress,
             )
         return used
+
+    def _idle_batch(self, lengths: tuple[int, ...]) -> Batch:
+        """Sequences of so many tokens, which are written nowhere and see whatever the first block holds."""
+        count, device = sum(lengths), self.resolved.device
+        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+        zeros = torch.zeros(count, dtype=torch.int64, device=device)
+        view = CacheView(zeros - 1, torch.zeros((len(lengths), 1), dtype=torch.int32, device=device))
+        return Batch(
+            input_ids=zeros,
+            positions=zeros,
+            cu_seqlens_q=offsets.int(),
+            context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            caches=(view,) * len(self.resolved.groups),
+            logits_indices=offsets[1:] - 1,
+            query_lens=lengths,
+            context_lens_host=lengths,
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:

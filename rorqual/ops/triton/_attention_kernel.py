@@ -105,7 +105,7 @@ def _merge(most, total, acc, most2, total2, acc2):
     return higher, total * first + total2 * second, acc * first[:, None] + acc2 * second[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "window"])
 def chunk_kernel(
     query,
     key_cache,
@@ -187,7 +187,7 @@ def chunk_kernel(
     tl.store(to, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "window", "most_spans"])
 def single_token_kernel(
     query,
     key_cache,
@@ -217,17 +217,17 @@ def single_token_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPAN: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: KV heads, sequences, SPLITS. Sequence i has the token i.
+    """Grid: KV heads, sequences, and programs that share a sequence's spans. Sequence i has the token i.
 
-    With SPLITS above 1: partial float32 [sequences, KV heads, most_spans, GROUP, BLOCK_D + 2], the spans' sums, totals
-    and maxima; arrivals int32 [sequences, KV heads], zero before and after.
+    With SPLIT, several share them: partial float32 [sequences, KV heads, most_spans, GROUP, BLOCK_D + 2], the spans'
+    sums, totals and maxima; arrivals int32 [sequences, KV heads], zero before and after.
     """
     wait_for_earlier_kernels()
     head = tl.program_id(0)
@@ -254,7 +254,7 @@ def single_token_kernel(
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     WIDTH: tl.constexpr = BLOCK_D + 2
     slot = partial + (token * tl.num_programs(0) + head) * most_spans * GROUP * WIDTH
-    for span in tl.range(bound(split), bound(spans), SPLITS):
+    for span in tl.range(bound(split), bound(spans), bound(tl.num_programs(2))):
         start = (first + span) * SPAN
         span_most, span_total, span_acc = _attend(
             q, tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32),
@@ -263,7 +263,7 @@ def single_token_kernel(
             value_token, head * value_head, scale, window,
             D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
         )  # fmt: skip
-        if SPLITS == 1:
+        if not SPLIT:
             most, total, acc = _merge(most, total, acc, span_most, span_total, span_acc)
         else:
             to = slot + span * GROUP * WIDTH + rows * WIDTH
@@ -271,10 +271,10 @@ def single_token_kernel(
             tl.store(to + BLOCK_D, span_total, mask=rows < GROUP)
             tl.store(to + BLOCK_D + 1, span_most, mask=rows < GROUP)
     last = True
-    if SPLITS > 1:
+    if SPLIT:
         tl.debug_barrier()  # every thread's spans are written before one of them says so
         counter = arrivals + token * tl.num_programs(0) + head
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(2) - 1
         if last:
             tl.store(counter, 0)
             for span in tl.range(0, bound(spans)):

@@ -128,7 +128,7 @@ def paged_attention_triton(
             most_spans,
             BM=max(16, 1 << (group - 1).bit_length()),
             SPAN=SPAN,
-            SPLITS=splits,
+            SPLIT=splits > 1,
             **_single_tile(block_d, compute.itemsize),
             **constants,
         )

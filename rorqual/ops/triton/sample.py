@@ -48,13 +48,9 @@ def _draw_kernel(logits, temperature, keys, token_ids, best, best_ids, columns, 
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     there = column < columns
-    if IDS:
-        ids = tl.load(token_ids + row * ids_row + column, mask=there, other=_NOBODY)
-    else:
-        ids = column.to(tl.int64)
-    logit = tl.load(
-        logits + row * logits_row + column.to(tl.int64) * logits_column, mask=there, other=float("-inf")
-    ).to(tl.float64)
+    ids = tl.load(token_ids + row * ids_row + column, mask=there, other=_NOBODY) if IDS else column.to(tl.int64)
+    at = logits + row * logits_row + column.to(tl.int64) * logits_column
+    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float64)
     key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
     scores = logit / tl.load(temperature + row) + _noise(ids.to(tl.uint32), key0, key1)
     most, lowest = _best(tl.where(there, scores, float("-inf")), tl.where(there, ids, _NOBODY))
