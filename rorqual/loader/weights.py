@@ -80,10 +80,15 @@ def load_weights(
             prepare_weights(layer)
         return [math.prod(tensor.shape) for tensor in filled[layer].values()]
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        for sizes in pool.map(fill, filled):
-            for num_values in sizes:
-                on_tensor(num_values)
+    # Each thread fills whole layers by itself: with teams below them, threads would wait for each other's cores.
+    torch_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for sizes in pool.map(fill, filled):
+                for num_values in sizes:
+                    on_tensor(num_values)
+    finally:
+        torch.set_num_threads(torch_threads)
     if prepare:  # those that read what others were filled with
         done = {module for layer in filled for module in layer.modules()}
         for module in model.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,20 @@ def test_progress_is_told_every_value():
     load(checkpoint_folder(UNTIED), on_tensor=seen.append)
     assert sum(seen) == checkpoint.size_bytes // 4  # float32
     assert len(seen) == len(checkpoint.names())
+
+
+def test_loading_leaves_torch_its_threads():
+    def threads_elsewhere() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        load(checkpoint_folder(UNTIED))
+        assert (torch.get_num_threads(), threads_elsewhere()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- LO4: tied, and yet a head in the file
