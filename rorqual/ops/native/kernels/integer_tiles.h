@@ -7,7 +7,7 @@
 // what a processor looks ahead is little more than one group.
 
 // Rows from which on tiles are faster, for groups of 32 and of 16 columns.
-#define TILE_ROWS_32 8
+#define TILE_ROWS_32 13
 #define TILE_ROWS_16 32
 #define UNPACKED_BYTES (1 << 18)
 
@@ -62,21 +62,26 @@ INLINE void gather_rows(const float *from, int64_t groups, int rows, float *to) 
         for (int i = 0; i < rows; i++) to[16 * g + i] = from[i * groups + g];
 }
 
-// What passes by a panel: up to 16 rows, with the scales and sums that `gather_rows` made.
+// What passes by a panel: up to 16 rows, with the scales and sums that `gather_rows` made. Where these are all rows,
+// what the next panel is unpacked from is fetched meanwhile, so many bytes for each group of a block.
 typedef struct {
     const int8_t *q;
     const float *scales, *sums;
     int64_t features;
+    const uint8_t *ahead;
+    int64_t ahead_step;
 } tile_input_t;
 
 typedef int32_t dots_t[16][16] __attribute__((aligned(64)));
 
 // What the sums of group g add to the answers of rows first .. first + count - 1.
-INLINE void scale_dots(f32x16 *sums, const dots_t dots, f32x16 scale, const float *x_scales, const int first,
+INLINE void scale_dots(f32x16 *sums, const dots_t dots, f32x16 scale, f32x16 x_scales, const int first,
                        const int count) {
 #pragma GCC unroll 4
-    for (int i = first; i < first + count; i++)
-        sums[i] = multiply_add(scale * x_scales[i], to_floats(*(const ints_t *)dots[i]), sums[i]);
+    for (int i = first; i < first + count; i++) {
+        const f32x16 x_scale = (f32x16)_mm512_permutexvar_ps(_mm512_set1_epi32(i), (__m512)x_scales);
+        sums[i] = multiply_add(scale * x_scale, to_floats(*(const ints_t *)dots[i]), sums[i]);
+    }
 }
 
 #define LOAD_TILES(x, weight, g)                                  \
@@ -108,19 +113,21 @@ INLINE void begin_block(const tile_input_t *in, const unpacked_t *block, dots_t 
 }
 
 // Scales group g + j, stores the sums of the next one, and multiplies the third from it.
-#define SCALE_GROUP(j, stored, sum, x, weight)                               \
-    do {                                                                     \
-        const int64_t now = g + j;                                           \
-        if (now >= tiles) break;                                             \
-        const f32x16 scale = load(block->scales + 16 * now);                 \
-        const float *x_scales = in->scales + now * group / INPUT_GROUP * 16; \
-        scale_dots(sums, dots[j], scale, x_scales, 0, rows / 4);             \
-        if (now + 1 < tiles) _tile_stored(stored, dots[(j + 1) % 4], 64);    \
-        scale_dots(sums, dots[j], scale, x_scales, rows / 4, rows / 4);      \
-        if (now + 3 < tiles) LOAD_TILES(x, weight, now + 3);                 \
-        scale_dots(sums, dots[j], scale, x_scales, rows / 2, rows / 4);      \
-        if (now + 3 < tiles) MULTIPLY_TILES(sum, x, weight);                 \
-        scale_dots(sums, dots[j], scale, x_scales, rows / 4 * 3, rows / 4);  \
+#define SCALE_GROUP(j, stored, sum, x, weight)                                     \
+    do {                                                                           \
+        const int64_t now = g + j;                                                 \
+        if (now >= tiles) break;                                                   \
+        const f32x16 scale = load(block->scales + 16 * now);                       \
+        const f32x16 x_scales = load(in->scales + now * group / INPUT_GROUP * 16); \
+        scale_dots(sums, dots[j % 2], scale, x_scales, 0, rows / 4);               \
+        if (now + 1 < tiles) _tile_stored(stored, dots[(j + 1) % 2], 64);          \
+        scale_dots(sums, dots[j % 2], scale, x_scales, rows / 4, rows / 4);        \
+        if (now + 3 < tiles) LOAD_TILES(x, weight, now + 3);                       \
+        scale_dots(sums, dots[j % 2], scale, x_scales, rows / 2, rows / 4);        \
+        for (int64_t line = 0; line < in->ahead_step; line += 64)                  \
+            __builtin_prefetch(ahead + now * in->ahead_step + line, 0, 2);         \
+        if (now + 3 < tiles) MULTIPLY_TILES(sum, x, weight);                       \
+        scale_dots(sums, dots[j % 2], scale, x_scales, rows / 4 * 3, rows / 4);    \
     } while (0)
 
 // What minima add to the answers of some rows, [block][16 rows][16]. For all blocks before the first tile: near one, a
@@ -142,11 +149,11 @@ INLINE void tile_minima(const tile_input_t *in, const unpacked_t *blocks, int64_
 }
 
 // Rows by a block whose first groups `begin_block` has multiplied; it does the same for the next block, if there is
-// one. `minima` may be NULL. Of `rows`, 8, 12 or 16, the last may not be there: they are computed from whatever is in
+// one. `minima` may be NULL. Of `rows`, 12 or 16, the last may not be there: they are computed from whatever is in
 // memory, and not written.
 INLINE void tile_block(const tile_input_t *in, const unpacked_t *block, const unpacked_t *next,
-                       const float (*minima)[16], dots_t *dots, const target_t *to, int64_t m, int there,
-                       const int rows, const int group) {
+                       const float (*minima)[16], const uint8_t *ahead, dots_t *dots, const target_t *to, int64_t m,
+                       int there, const int rows, const int group) {
     const int64_t features = in->features, tiles = features / group;
     f32x16 sums[16];
 #pragma GCC unroll 16
@@ -172,13 +179,14 @@ INLINE void tile_block(const tile_input_t *in, const unpacked_t *block, const un
 
 INLINE void tile_blocks(const tile_input_t *in, const unpacked_t *blocks, int64_t count, float (*minima)[16][16],
                         const target_t *to, int64_t m, int there, const int rows, const int group) {
-    dots_t dots[4];
+    const int64_t tiles = in->features / group;
+    dots_t dots[2];
     if (minima) tile_minima(in, blocks, count, minima, rows);
     begin_block(in, blocks, dots, group);
     for (int64_t i = 0; i < count; i++) {
         const target_t part = {to->out + 16 * i, to->stride, to->bias ? to->bias + 16 * i : NULL};
-        tile_block(in, blocks + i, i + 1 < count ? blocks + i + 1 : NULL, minima ? minima[i] : NULL, dots, &part, m,
-                   there, rows, group);
+        tile_block(in, blocks + i, i + 1 < count ? blocks + i + 1 : NULL, minima ? minima[i] : NULL,
+                   in->ahead + i * tiles * in->ahead_step, dots, &part, m, there, rows, group);
     }
 }
 
@@ -188,8 +196,8 @@ static void integer_tiles(const operand_t *w, const input_t *in, const target_t 
     // All tiles have as many rows. The last one begins where it has as many, with some rows again: the same answers.
     const int64_t tiles = (in->rows + 15) / 16;
     const int rows = (int)((in->rows + 4 * tiles - 1) / (4 * tiles) * 4), there = (int)min64(rows, in->rows);
-    // Few rows pass one block after the other. More of them panels of one size.
-    const int64_t most = tiles == 1 ? 1 : max64(1, UNPACKED_BYTES / block_bytes);
+    // All rows at once pass a few blocks. More of them panels of one size.
+    const int64_t most = max64(1, min64(tiles == 1 ? 4 : last - first, UNPACKED_BYTES / block_bytes));
     const int64_t panels = (last - first + most - 1) / most, panel = (last - first + panels - 1) / panels;
     const int64_t minima_bytes = w->has_minima ? panel * 16 * 16 * (int64_t)sizeof(float) : 0;
     void *memory = thread_scratch(SCRATCH_WEIGHT, (size_t)(panel * block_bytes + minima_bytes + 128 * steps));
@@ -216,11 +224,17 @@ static void integer_tiles(const operand_t *w, const input_t *in, const target_t 
                 if (w->has_minima) gather_rows(in->sums + m * steps, steps, there, sums);
                 gathered = m;
             }
-            const tile_input_t of = {in->q + m * features, scales, sums, features};
+            const tile_input_t of = {
+                .q = in->q + m * features,
+                .scales = scales,
+                .sums = sums,
+                .features = features,
+                .ahead = block_at(w, left + count),
+                .ahead_step = tiles == 1 ? w->block_bytes * group / INTEGER_BLOCK_INPUTS : 0,
+            };
             if (group == 16) tile_blocks(&of, blocks, count, minima, &part, m, there, 16, 16);
             else if (rows == 16) tile_blocks(&of, blocks, count, minima, &part, m, there, 16, 32);
-            else if (rows == 12) tile_blocks(&of, blocks, count, minima, &part, m, there, 12, 32);
-            else tile_blocks(&of, blocks, count, minima, &part, m, there, 8, 32);
+            else tile_blocks(&of, blocks, count, minima, &part, m, there, 12, 32);
         }
     }
     _tile_release();
