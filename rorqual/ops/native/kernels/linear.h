@@ -128,7 +128,7 @@ static void linear_blocks(const linear_t *a, int64_t first, int64_t last) {
 #define MOST_SUMS 8
 #endif
 #define MOST_ROWS_AT_ONCE 4
-#define PANEL_BYTES (1 << 18)
+#define PANEL_BYTES (1 << 16)
 
 // sums [rows][blocks][16]. Not inlined: what rounding takes in registers is missing in the loop above otherwise.
 static __attribute__((noinline)) void finish_rows(const linear_t *a, int64_t m, int rows, int64_t block, int blocks,
