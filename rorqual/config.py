@@ -102,6 +102,9 @@ class EngineConfig(StrictModel):
     """Share of the GPU's memory that this engine may fill. Not used on CPU: see kv_cache_memory."""
     enforce_eager: bool = False
     """Never use CUDA graphs. On CPU nothing is captured anyway."""
+    async_scheduling: bool = True
+    """On a GPU, start a decode step while the tokens of the one before are still on the device; steps that need them
+    on the host (penalties, top_p, logprobs and the like) wait. On CPU nothing changes."""
     seed: int | None = None
     """Makes requests without their own seed repeatable, by order of arrival. Default: different every time."""
     threads: Annotated[int, Field(ge=1)] | None = None

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
+from rorqual.engine.transfer import upload
 from rorqual.sequence import Chunk
 
 
@@ -22,7 +23,12 @@ class BuiltBatch(NamedTuple):
 
 
 def build_batch(
-    chunks: SequenceOf[Chunk], wants_all_logits: SequenceOf[bool], *, block_size: int, device: torch.device
+    chunks: SequenceOf[Chunk],
+    wants_all_logits: SequenceOf[bool],
+    *,
+    block_size: int,
+    device: torch.device,
+    input_ids: torch.Tensor | None = None,
 ) -> BuiltBatch:
     """Lay chunks end to end.
 
@@ -30,6 +36,7 @@ def build_batch(
         chunks: single-token ones first, as the scheduler returns them; their sequences hold blocks for them.
         wants_all_logits: per chunk, whether every token's logits are wanted (prompt_logprobs) or only those from the
             last known token on, which yield new ones.
+        input_ids: [num_tokens] int64 on the device, where the host does not know the tokens yet.
     """
     lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, len(chunks))
     stops = np.fromiter((c.stop for c in chunks), np.int64, len(chunks))
@@ -38,20 +45,20 @@ def build_batch(
     owner = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(cu_seqlens[-1]) + (stops - cu_seqlens[1:])[owner]
 
-    input_ids: list[int] = []
+    known_ids: list[int] = []
     rows: list[range] = []
     for chunk, all_rows in zip(chunks, wants_all_logits, strict=True):
         known = chunk.seq.token_ids
-        input_ids += known[chunk.start : chunk.stop]
+        known_ids += known[chunk.start : chunk.stop]
         if chunk.stop > len(known):
-            input_ids += chunk.seq.draft_token_ids[: chunk.stop - len(known)]
+            known_ids += chunk.seq.draft_token_ids[: chunk.stop - len(known)]
         rows.append(range(chunk.start if all_rows else max(chunk.start, len(known) - 1), chunk.stop))
     wanted = [
         np.arange(r.start, r.stop) + offset for r, offset in zip(rows, cu_seqlens[1:] - stops, strict=True) if len(r)
     ]
 
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
-        np.array(input_ids, np.int64),
+        np.array(known_ids, np.int64),
         positions,
         np.concatenate(wanted) if wanted else np.empty(0, np.int64),
         cu_seqlens.astype(np.int32),
@@ -60,9 +67,9 @@ def build_batch(
     for group in range(len(chunks[0].seq.block_tables)):
         tables = _block_tables(chunks, group)
         host += [tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size, tables]
-    ids, at, logits_indices, offsets, context_lens, *caches = _upload(host, device)
+    ids, at, logits_indices, offsets, context_lens, *caches = upload(host, device)
     batch = Batch(
-        input_ids=ids,
+        input_ids=ids if input_ids is None else input_ids,
         positions=at,
         cu_seqlens_q=offsets,
         context_lens=context_lens,
@@ -81,24 +88,3 @@ def _block_tables(chunks: SequenceOf[Chunk], group: int) -> NDArray[np.int32]:
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = np.frombuffer(table, np.int32)
     return np.maximum(out, 0, out=out)
-
-
-def _upload(arrays: SequenceOf[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on the device: one copy for all, which nobody waits for; on the CPU none."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)])
-    pinned = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=True)
-    bytes_of_all = pinned.numpy()
-    for start, array in zip(starts, arrays, strict=False):
-        bytes_of_all[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    there = pinned.to(device, non_blocking=True)
-    return [
-        there[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
-    ]
-
-
-_ALIGNMENT = 256
-"""Bytes, as torch's own tensors have it: Triton compiles a kernel anew for pointers that are less aligned."""
-_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}

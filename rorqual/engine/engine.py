@@ -9,10 +9,12 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from rorqual.batch import Batch
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.config import EngineConfig
@@ -21,8 +23,9 @@ from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
-from rorqual.engine.sampler import Sampler, SampleRow, TokenLogprobs, prompt_logprobs
+from rorqual.engine.sampler import Drawn, Sampler, SampleRow, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
+from rorqual.engine.transfer import upload
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.json_file import read_json_object
 from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
@@ -62,6 +65,13 @@ class _Request:
     answers: list[Answer]
     params: SamplingParams
     on_finish: Callable[[RequestOutput], None]
+
+
+class _Flight(NamedTuple):
+    """A decode step that the device has been told of and whose tokens nobody has looked at yet."""
+
+    chunks: list[Chunk]
+    drawn: Drawn
 
 
 class Engine:
@@ -104,6 +114,8 @@ class Engine:
             long_prefill_token_threshold=self.resolved.long_prefill_token_threshold,
         )
         self._sampler = Sampler(self.vocab_size)
+        self._looks_ahead = self.resolved.async_scheduling
+        self._flight: _Flight | None = None
         self._pacing = Pacing()
         self._requests: dict[str, _Request] = {}
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
@@ -226,19 +238,30 @@ class Engine:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StreamDelta]:
-        """Move every running sequence on; returns what each answer gained. [] when there is nothing to do."""
+        """Move every running sequence on; returns what each answer gained. [] when there is nothing to do.
+
+        With `async_scheduling` the device works on a step while the one before is read: a call that only starts one
+        returns [] too, and an answer's end is found when its next token is computed already, which is dropped.
+        """
         stats, start = self.stats, time.perf_counter()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._flight = self._fly_ahead(flight)
+            deltas = self._land(flight)
+            stats.num_steps += 1
+            self._pacing.record(
+                num_decodes=len(flight.chunks), num_prompt_tokens=0, seconds=time.perf_counter() - start
+            )
+            return deltas
         with stats.stage("schedule"):
             chunks = self.scheduler.schedule(self._pacing.prompt_limit)
         if not chunks:
             return []
-        with stats.stage("build"):
-            wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
-            batch, rows = build_batch(
-                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device
-            )
-        with stats.stage("forward"):
-            logits = self._runner.run(batch)
+        wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
+        batch, rows, logits = self._compute(chunks, wants_all)
+        if self._looks_ahead and not any(wants_all) and self._can_fly(chunks):
+            self._flight = self._take_off(chunks, logits)
+            return []
         with stats.stage("sample"):
             sampled = self._sample(chunks, rows, logits)
         with stats.stage("update"):
@@ -250,6 +273,60 @@ class Engine:
             num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, seconds=time.perf_counter() - start
         )
         return deltas
+
+    def _compute(
+        self, chunks: list[Chunk], wants_all: list[bool], input_ids: torch.Tensor | None = None
+    ) -> tuple[Batch, list[range], torch.Tensor]:
+        """Build and run a batch; the last part are its logits."""
+        with self.stats.stage("build"):
+            batch, rows = build_batch(
+                chunks,
+                wants_all,
+                block_size=self.resolved.block_size,
+                device=self.resolved.device,
+                input_ids=input_ids,
+            )
+        with self.stats.stage("forward"):
+            return batch, rows, self._runner.run(batch)
+
+    # ---- steps that are started before the one before is read
+
+    def _can_fly(self, chunks: list[Chunk]) -> bool:
+        """Whether all of a step is single tokens whose draws need nothing that only the host knows."""
+        if any(chunk.num_tokens != 1 or not chunk.samples for chunk in chunks):
+            return False
+        return self._sampler.can_draw_later(_sample_rows(chunks))
+
+    def _take_off(self, chunks: list[Chunk], logits: torch.Tensor) -> _Flight:
+        with self.stats.stage("sample"):
+            return _Flight(chunks, self._sampler.draw(logits, _sample_rows(chunks)))
+
+    def _fly_ahead(self, flight: _Flight) -> _Flight | None:
+        """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
+        with self.stats.stage("schedule"):
+            chunks = self.scheduler.look_ahead([c for c in flight.chunks if c.seq in self._answer_of])
+            if not chunks or not self._sampler.can_draw_later(_sample_rows(chunks)):
+                return None
+            input_ids = flight.drawn.token_ids
+            if len(chunks) != len(flight.chunks):
+                row_of = {chunk.seq: row for row, chunk in enumerate(flight.chunks)}
+                kept = np.array([row_of[chunk.seq] for chunk in chunks])
+                input_ids = input_ids[upload([kept], input_ids.device)[0]]
+        _, _, logits = self._compute(chunks, [False] * len(chunks), input_ids)
+        return self._take_off(chunks, logits)
+
+    def _land(self, flight: _Flight) -> list[StreamDelta]:
+        """Read a step's tokens; those of answers that have ended meanwhile are dropped."""
+        with self.stats.stage("wait"):
+            token_ids = flight.drawn.download.wait()
+        with self.stats.stage("update"):
+            deltas = []
+            for chunk, token in zip(flight.chunks, token_ids, strict=True):
+                if chunk.seq in self._answer_of:
+                    delta = self._update(chunk, (token, None) if token >= 0 else _NO_USABLE_LOGITS)
+                    assert delta is not None
+                    deltas.append(delta)
+            return deltas
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
         request, answer = self._answer_of[seq]
@@ -277,7 +354,7 @@ class Engine:
         )
         for i, token, logprobs, failed in zip(sampling, drawn.token_ids, drawn.logprobs, drawn.failed, strict=True):
             if failed:
-                results[i] = "the model gave no usable logits (NaN, or every token was forbidden)"
+                results[i] = _NO_USABLE_LOGITS
             else:
                 results[i] = (token, self._named(logprobs) if logprobs is not None else None)
         return results
@@ -391,6 +468,12 @@ class Engine:
         return {b: ", ".join(op for op, used in self.kernels.items() if used == b) for b in backends}
 
 
+def _sample_rows(chunks: list[Chunk]) -> list[SampleRow]:
+    """The draw behind each chunk, which ends with the last token so far."""
+    return [SampleRow(chunk.seq.seq_id, chunk.stop) for chunk in chunks]
+
+
+_NO_USABLE_LOGITS = "the model gave no usable logits (NaN, or every token was forbidden)"
 _SEED_STRIDE = 0xD1342543DE82EF95
 """Distance between the seeds of a request's n answers: odd, so that all 2**64 are different."""
 

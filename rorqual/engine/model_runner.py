@@ -63,6 +63,7 @@ class ResolvedConfig:
     long_prefill_token_threshold: int | None
     block_size: int
     enable_prefix_caching: bool
+    async_scheduling: bool
     groups: tuple[GroupLayers, ...]
     num_blocks: tuple[int, ...]
     """Per cache group."""
@@ -220,6 +221,7 @@ def resolve(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling and device.type == "cuda",
         groups=groups,
         num_blocks=tuple(num_blocks),
         num_parameters=sum(math.prod(shape) for shape in loaded),

@@ -14,9 +14,19 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from rorqual.ops.sample import apply_penalties, gumbel_argmax, row_key, row_max, top_candidates, total_mass
+from rorqual.engine.transfer import Download, upload
+from rorqual.ops.sample import (
+    apply_penalties,
+    gumbel_argmax,
+    row_key,
+    row_keys,
+    row_max,
+    top_candidates,
+    total_mass,
+)
 from rorqual.sampling_params import SamplingParams
 
 FIRST_HEAD = 256
@@ -54,6 +64,15 @@ class SamplerOutput(NamedTuple):
     """None where not asked for, and of failed rows."""
     failed: list[bool]
     """The row held NaN or +inf, or nothing was allowed; its token means nothing."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that were drawn on the device."""
+
+    token_ids: torch.Tensor
+    """[num_rows] int64 on the device; 0 for failed rows."""
+    download: Download
+    """The same on the way to the host, with -1 for failed rows."""
 
 
 class _Sequence:
@@ -118,6 +137,13 @@ class _Sequence:
     def greedy(self) -> bool:
         return self.params.greedy or self.params.top_k == 1
 
+    def is_plain(self, position: int) -> bool:
+        """Whether its draw needs nothing but logits, temperature and seed, and nothing else is asked of the logits."""
+        p = self.params
+        edited = self.penalised or self.forbidden is not None or self.banned_ids or self.bad_words or p.logit_bias
+        narrowed = not self.greedy and (p.min_p > 0.0 or p.top_p < 1.0 or p.top_k > 0)
+        return not edited and not narrowed and p.logprobs is None and position - self.num_prompt >= p.min_tokens
+
 
 class Sampler:
     """Draws tokens for running sequences, which `add` and `remove` announce.
@@ -162,6 +188,25 @@ class Sampler:
     def accept(self, seq_id: int, token_id: int) -> None:
         """Count a token that the sequence keeps."""
         self._sequences[seq_id].accept(token_id)
+
+    def can_draw_later(self, rows: Sequence[SampleRow]) -> bool:
+        """Whether `draw` takes these rows."""
+        return all(self._sequences[row.seq_id].is_plain(row.position) for row in rows)
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+        """As `sample` for rows that `can_draw_later`, without waiting for the device."""
+        sequences = [self._sequences[row.seq_id] for row in rows]
+        best = row_max(logits)
+        usable, token_ids = best.values.isfinite(), best.token_ids
+        drawn = np.array([not seq.greedy for seq in sequences])
+        if drawn.any():
+            seeds = np.array([seq.seed for seq in sequences], np.uint64)
+            keys = row_keys(seeds, np.array([row.position for row in rows], np.uint64))
+            temperature = np.where(drawn, [seq.params.temperature for seq in sequences], 1.0)
+            keys_there, temperature_there, drawn_there = upload((keys, temperature, drawn), logits.device)
+            token_ids = torch.where(drawn_there, gumbel_argmax(logits, temperature_there, keys_there), token_ids)
+        token_ids = torch.where(usable, token_ids, 0)
+        return Drawn(token_ids, Download(torch.where(usable, token_ids, -1)))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
         """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are."""

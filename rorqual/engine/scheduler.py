@@ -92,6 +92,24 @@ class Scheduler:
             seq.num_computed_tokens = len(seq.token_ids) - 1
         self.cache.publish(seq)
 
+    def look_ahead(self, chunks: SequenceOf[Chunk]) -> list[Chunk]:
+        """The step after one that decodes these sequences, before its tokens are known; [] where that cannot be said.
+
+        It can while nothing but these sequences could be scheduled, and blocks are free for them. Sequences that the
+        unknown token fills are left out. Other ends show later: what was computed for them then is dropped.
+        """
+        if len(chunks) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
+            return []
+        ahead = []
+        for seq, _, stop in chunks:
+            if seq.draft_token_ids or seq.num_pending_tokens != 1:
+                return []
+            if stop + 1 < seq.max_len:
+                if not self.cache.reserve(seq, stop + 1):
+                    return []
+                ahead.append(Chunk(seq, stop, stop + 1))
+        return ahead
+
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is, and give its blocks back."""
         if seq in self.running:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rorqual.ops.registry import op
 
@@ -32,6 +34,18 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
     """Two 32-bit words for the draw at `position` (tokens before it) of a sequence with this 64-bit `seed`."""
     key = mix64((mix64((seed + 0x9E3779B97F4A7C15) & MASK64) + position * 0xD1B54A32D192ED03) & MASK64)
     return key & MASK32, key >> 32
+
+
+def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """`row_key` of many rows: uint64 [num_rows] each -> int64 [num_rows, 2]."""
+
+    def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    key = mix(mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03))
+    return np.stack((key & np.uint64(MASK32), key >> np.uint64(32)), 1).astype(np.int64)
 
 
 def _scramble(x: torch.Tensor, steps: tuple[tuple[int, int], ...]) -> torch.Tensor:

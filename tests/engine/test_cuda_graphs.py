@@ -1,4 +1,4 @@
-"""Decode steps by CUDA graph give the tokens of eager ones."""
+"""Decode steps by CUDA graph, and those started before the last is read, give the tokens of eager ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_graph_sizes_end_with_the_most_sequences() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["llama", "mistral_window", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_do_not_change_tokens(model: str, dtype: str) -> None:
+def test_graphs_and_steps_ahead_do_not_change_tokens(model: str, dtype: str) -> None:
     draw = random.Random(5)
     prompts = [[draw.randrange(1, 60) for _ in range(draw.randint(1, 30))] for _ in range(20)]
     params = [
@@ -32,11 +32,13 @@ def test_graphs_do_not_change_tokens(model: str, dtype: str) -> None:
         for i in range(20)
     ]
     answers = []
-    for eager in (True, False):
+    for eager, ahead in ((True, False), (False, False), (False, True)):
         # Few blocks: sequences are preempted, and batches shrink and grow through all sizes.
-        with tiny_llm(model, device="cuda", dtype=dtype, num_kv_blocks=40, enforce_eager=eager) as llm:
+        options = {"num_kv_blocks": 40, "enforce_eager": eager, "async_scheduling": ahead}
+        with tiny_llm(model, device="cuda", dtype=dtype, **options) as llm:
             graphs = llm.engine._runner._graphs
             assert (graphs is None) == eager
             answers.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
             assert llm.engine.scheduler.num_preemptions > 0 or model == "mistral_window"  # keeps few blocks
-    assert answers[0] == answers[1]
+            assert ("wait" in llm.engine.stats.seconds) == ahead
+    assert answers[0] == answers[1] == answers[2]

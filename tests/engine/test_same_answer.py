@@ -42,9 +42,15 @@ SWITCHES: dict[str, dict] = {
         "enable_prefix_caching": False,
     },
 }
+AHEAD: dict[str, dict] = {
+    "steps started before the last is read": {},
+    "steps started before the last is read, tight cache": {"num_kv_blocks": 16},
+    "steps started before the last is read, few seats": {"max_num_seqs": 3},
+}
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=18, ignore_eos=True),
     "seeded": SamplingParams(temperature=1.2, top_p=0.95, seed=5, max_tokens=18, ignore_eos=True),
+    "drawn from all": SamplingParams(temperature=1.1, seed=8, max_tokens=18, ignore_eos=True),
     "penalised": SamplingParams(
         temperature=0.8, seed=6, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=18, ignore_eos=True
     ),
@@ -75,10 +81,11 @@ def test_alone_greedy_is_what_transformers_says(name):
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("switch", [*SWITCHES, *AHEAD])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_do_not_depend_on(name, switch, kind):
-    with tiny_llm(name, **SWITCHES[switch]) as llm:
+    with tiny_llm(name, **(SWITCHES | AHEAD)[switch]) as llm:
+        llm.engine._looks_ahead = switch in AHEAD
         order = list(range(len(PROMPTS)))
         for attempt in ("cold", "warm", "shuffled"):
             if attempt == "shuffled":

@@ -79,6 +79,12 @@ def test_noise_bits_follow_their_definition():
     assert [cpu.noise_bits(np.array(ids, np.uint32), key).tolist() for key in keys] == expected
 
 
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=5))
+def test_row_keys_are_those_of_each_row(rows):
+    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    assert sample.row_keys(seeds, positions).tolist() == [list(sample.row_key(*row)) for row in rows]
+
+
 def test_the_stream_never_changes():
     """Frozen values: a change here changes every seeded answer."""
     assert sample.row_key(0, 0) == (4282176703, 1210155558)

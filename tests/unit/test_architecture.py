@@ -38,7 +38,8 @@ TYPES_ONLY = {
 }
 """Imports that point up and serve the type checker alone."""
 ASKS_FOR_DEVICES = {
-    "engine/model_runner.py": "how much memory a device has, and dtypes it is slow in",
+    "engine/model_runner.py": "how much memory a device has, dtypes it is slow in, and whether it works by itself",
+    "engine/transfer.py": "copies that nobody waits for want pinned memory, and on the CPU there is nothing to copy",
 }
 """Files outside ops/ and platform.py that ask which device it is, and what for."""
 
