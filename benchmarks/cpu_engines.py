@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -34,6 +35,10 @@ class Engine:
     vocab_size: int
     build = ""
     """What the engine says of itself, where that decides its speed."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        """Load the model; everything that it computes runs on so many threads."""
+        raise NotImplementedError
 
     def token_times(self, prompt: list[int], new: int) -> list[float]:
         """Generate `new` tokens; the time on perf_counter's clock at which each was there."""
@@ -95,7 +100,7 @@ class Transformers(Engine):
 
         times: list[float] = []
 
-        class Clock(BaseStreamer):  # type: ignore[misc]
+        class Clock(BaseStreamer):
             def put(self, value: Any) -> None:
                 times.append(time.perf_counter())
 
@@ -133,7 +138,7 @@ class LlamaCpp(Engine):
         self.api = api
         silence(api)
         api.llama_backend_init()
-        self.build = api.llama_print_system_info().decode().split("CPU : ")[-1].strip(" |\n")
+        self.build = ", ".join(re.findall(r"(\w+) = 1", api.llama_print_system_info().decode()))
         options = api.llama_model_default_params()
         # Its AMX kernels (0.3.36) end in SIGILL on some virtual machines, and repacked weights would lead there.
         options.use_extra_bufts = "AMX_INT8" not in self.build
@@ -358,8 +363,12 @@ def work(name: str, model: str, threads: int) -> None:
     os.dup2(2, 1)  # what libraries print must not look like an answer
     start = time.perf_counter()
     engine = ENGINES[name].engine(model, threads)
-    facts = {"load_s": time.perf_counter() - start, "vocab_size": engine.vocab_size, "load_peak_bytes": peak_bytes()}
-    facts |= {"build": engine.build, "version": importlib.metadata.version(ENGINES[name].package)}
+    facts: dict[str, Any] = {"load_s": time.perf_counter() - start, "load_peak_bytes": peak_bytes()}
+    facts |= {
+        "vocab_size": engine.vocab_size,
+        "build": engine.build,
+        "version": importlib.metadata.version(ENGINES[name].package),
+    }
     _forget_peak()
     print(json.dumps(facts), file=answers, flush=True)
     for line in sys.stdin:

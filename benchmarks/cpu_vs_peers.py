@@ -40,6 +40,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -309,6 +310,11 @@ def drive(asked: argparse.Namespace) -> None:
         raise SystemExit(f"{model} is a folder; the engines here start from one .gguf file: name that")
     setting = Setting(threads=asked.threads, peer_python=asked.peer_python, isa=asked.isa, llama_lib=asked.llama_lib)
     names = asked.engines or setting.available()
+    if wrong := set(names) - set(setting.available()):
+        found = ", ".join(setting.available())
+        raise SystemExit(
+            f"{', '.join(sorted(wrong))} cannot run here; engines that can: {found}; see --peer-python, --isa"
+        )
     with tempfile.TemporaryDirectory(prefix="rorqual-bench-") as folder:
         models = paths(names, model, asked.formats or Path(folder), setting)
         result = compare(models, setting, rounds=asked.rounds, workloads=asked.workloads)
@@ -318,11 +324,16 @@ def drive(asked: argparse.Namespace) -> None:
         "model_file": model.name,
         "threads": asked.threads,
         "rounds": asked.rounds,
-        "command": " ".join(["python", "benchmarks/cpu_vs_peers.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/cpu_vs_peers.py", *map(_shown, sys.argv[1:])]),
         "environment": environment(),
     }
     write(result, asked.out)
     print(table(result))
+
+
+def _shown(argument: str) -> str:
+    """An absolute path by its last two parts: where it lies says something of one machine only."""
+    return "/".join(Path(argument).parts[-2:]) if Path(argument).is_absolute() else argument
 
 
 if __name__ == "__main__":
