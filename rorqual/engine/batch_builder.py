@@ -38,8 +38,8 @@ def build_batch(
             last known token on, which yield new ones.
         input_ids: [num_tokens] int64 on the device, where the host does not know the tokens yet.
     """
-    lengths = np.fromiter((c.num_tokens for c in chunks), np.int64, len(chunks))
-    stops = np.fromiter((c.stop for c in chunks), np.int64, len(chunks))
+    stops = np.fromiter((stop for _, _, stop in chunks), np.int64, len(chunks))
+    lengths = stops - np.fromiter((start for _, start, _ in chunks), np.int64, len(chunks))
     cu_seqlens = np.zeros(len(chunks) + 1, np.int64)
     np.cumsum(lengths, out=cu_seqlens[1:])
     owner = np.repeat(np.arange(len(chunks)), lengths)
@@ -48,19 +48,25 @@ def build_batch(
     known_ids: list[int] = []
     rows: list[range] = []
     for chunk, all_rows in zip(chunks, wants_all_logits, strict=True):
-        known = chunk.seq.token_ids
-        known_ids += known[chunk.start : chunk.stop]
-        if chunk.stop > len(known):
-            known_ids += chunk.seq.draft_token_ids[: chunk.stop - len(known)]
-        rows.append(range(chunk.start if all_rows else max(chunk.start, len(known) - 1), chunk.stop))
-    wanted = [
-        np.arange(r.start, r.stop) + offset for r, offset in zip(rows, cu_seqlens[1:] - stops, strict=True) if len(r)
-    ]
+        seq, start, stop = chunk
+        known = seq.token_ids
+        if stop == start + 1 == len(known):  # a decode step consists of these
+            known_ids.append(known[start])
+            rows.append(range(start, stop))
+            continue
+        known_ids += known[start:stop]
+        if stop > len(known):
+            known_ids += seq.draft_token_ids[: stop - len(known)]
+        rows.append(range(start if all_rows else max(start, len(known) - 1), stop))
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    # Rows of a chunk are its last ones.
+    row_ends = np.cumsum(counts)
+    wanted = np.arange(row_ends[-1]) + np.repeat(cu_seqlens[1:] - row_ends, counts)
 
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
         np.array(known_ids, np.int64),
         positions,
-        np.concatenate(wanted) if wanted else np.empty(0, np.int64),
+        wanted,
         cu_seqlens.astype(np.int32),
         stops.astype(np.int32),
     ]

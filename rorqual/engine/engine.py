@@ -293,7 +293,7 @@ class Engine:
 
     def _can_fly(self, chunks: list[Chunk]) -> bool:
         """Whether all of a step is single tokens whose draws need nothing that only the host knows."""
-        if any(chunk.num_tokens != 1 or not chunk.samples for chunk in chunks):
+        if any(stop != start + 1 or stop < len(seq.token_ids) for seq, start, stop in chunks):
             return False
         return self._sampler.can_draw_later(_sample_rows(chunks))
 
@@ -470,7 +470,7 @@ class Engine:
 
 def _sample_rows(chunks: list[Chunk]) -> list[SampleRow]:
     """The draw behind each chunk, which ends with the last token so far."""
-    return [SampleRow(chunk.seq.seq_id, chunk.stop) for chunk in chunks]
+    return [SampleRow(seq.seq_id, stop) for seq, _, stop in chunks]
 
 
 _NO_USABLE_LOGITS = "the model gave no usable logits (NaN, or every token was forbidden)"

@@ -105,6 +105,13 @@ class _Sequence:
         self.penalised = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
+        self.greedy = params.greedy or params.top_k == 1
+        edited = self.penalised or self.forbidden is not None or bool(bad_words) or bool(params.logit_bias)
+        narrowed = not self.greedy and (params.min_p > 0.0 or params.top_p < 1.0 or params.top_k > 0)
+        self.plain_from: float = self.num_prompt + params.min_tokens
+        """The position from which on a draw needs logits, temperature and seed alone; infinity if never."""
+        if edited or narrowed or params.logprobs is not None:
+            self.plain_from = math.inf
         self.in_prompt = self.output_counts = torch.empty(0)
         if self.penalised:
             self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool)
@@ -132,17 +139,6 @@ class _Sequence:
             tail = tuple(self.tail)
             ids += [word[-1] for word in self.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
         return ids
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.greedy or self.params.top_k == 1
-
-    def is_plain(self, position: int) -> bool:
-        """Whether its draw needs nothing but logits, temperature and seed, and nothing else is asked of the logits."""
-        p = self.params
-        edited = self.penalised or self.forbidden is not None or self.banned_ids or self.bad_words or p.logit_bias
-        narrowed = not self.greedy and (p.min_p > 0.0 or p.top_p < 1.0 or p.top_k > 0)
-        return not edited and not narrowed and p.logprobs is None and position - self.num_prompt >= p.min_tokens
 
 
 class Sampler:
@@ -191,20 +187,22 @@ class Sampler:
 
     def can_draw_later(self, rows: Sequence[SampleRow]) -> bool:
         """Whether `draw` takes these rows."""
-        return all(self._sequences[row.seq_id].is_plain(row.position) for row in rows)
+        found = self._sequences
+        return all(found[seq_id].plain_from <= position for seq_id, position in rows)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """As `sample` for rows that `can_draw_later`, without waiting for the device."""
-        sequences = [self._sequences[row.seq_id] for row in rows]
+        sequences = [self._sequences[seq_id] for seq_id, _ in rows]
         best = row_max(logits)
         usable, token_ids = best.values.isfinite(), best.token_ids
-        drawn = np.array([not seq.greedy for seq in sequences])
+        drawn = np.fromiter((not seq.greedy for seq in sequences), np.bool_, len(rows))
         if drawn.any():
-            seeds = np.array([seq.seed for seq in sequences], np.uint64)
-            keys = row_keys(seeds, np.array([row.position for row in rows], np.uint64))
-            temperature = np.where(drawn, [seq.params.temperature for seq in sequences], 1.0)
-            keys_there, temperature_there, drawn_there = upload((keys, temperature, drawn), logits.device)
-            token_ids = torch.where(drawn_there, gumbel_argmax(logits, temperature_there, keys_there), token_ids)
+            seeds = np.fromiter((seq.seed for seq in sequences), np.uint64, len(rows))
+            positions = np.fromiter((position for _, position in rows), np.uint64, len(rows))
+            temperatures = np.fromiter((seq.params.temperature for seq in sequences), np.float64, len(rows))
+            host = (row_keys(seeds, positions), np.where(drawn, temperatures, 1.0), drawn)
+            keys, temperature, drawn_there = upload(host, logits.device)
+            token_ids = torch.where(drawn_there, gumbel_argmax(logits, temperature, keys), token_ids)
         token_ids = torch.where(usable, token_ids, 0)
         return Drawn(token_ids, Download(torch.where(usable, token_ids, -1)))
 

@@ -100,12 +100,13 @@ class Scheduler:
         """
         if len(chunks) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
             return []
-        ahead = []
-        for seq, _, stop in chunks:
-            if seq.draft_token_ids or seq.num_pending_tokens != 1:
+        ahead, size = [], self.cache.block_size
+        for seq, start, stop in chunks:
+            if seq.draft_token_ids or seq.num_computed_tokens != start:
                 return []
             if stop + 1 < seq.max_len:
-                if not self.cache.reserve(seq, stop + 1):
+                # Most tokens fall into a block that is held: asking each group anew costs ten times this look.
+                if stop >= len(seq.block_tables[0]) * size and not self.cache.reserve(seq, stop + 1):
                     return []
                 ahead.append(Chunk(seq, stop, stop + 1))
         return ahead
