@@ -8,8 +8,9 @@ from collections import deque
 STRETCH = 1.8
 """A step with prompt tokens should take at most so many times as long as one without. Below two, since the rule works
 with estimates."""
-FEWEST_TOKENS = 16
-"""A prompt moves on by so many tokens whatever they cost: kernels take rows by the dozen or so."""
+FEWEST_TOKENS = 4
+"""A prompt moves on by so many tokens whatever they cost, and by multiples of them: fewer say little about what one
+costs."""
 _REMEMBERED = 16
 
 

@@ -40,7 +40,8 @@ typedef struct {
     uint8_t *at;
 } room_t;
 
-static room_t make_room(int64_t bytes) { return (room_t){aligned_alloc(64, (size_t)(bytes + 63) / 64 * 64)}; }
+// The thread's until it asks again: memory that came and went with each call would leave holes between activations.
+static room_t make_room(int64_t bytes) { return (room_t){thread_memory(SCRATCH_ROOM, (size_t)bytes)}; }
 
 static void *take(room_t *room, int64_t bytes) {
     void *taken = room->at;
@@ -143,8 +144,7 @@ int ISA(attention_block)(const attention_block_t *block, const step_t *step, int
     const int64_t bytes = 2 * tokens * (size + row + (2 * heads + kv_heads) * dim) +
                           (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, heads * dim)) + 8 * 64;
     room_t room = make_room(bytes);
-    uint8_t *memory = room.at;
-    if (memory == NULL) return 1;
+    if (room.at == NULL) return 1;
     attention_run_t a = {.block = block, .out = out, .parts = parts_for((int)step->threads)};
     __typeof__(*a.phases) phases = {{0, 0}};
     a.phases = &phases;
@@ -210,7 +210,6 @@ int ISA(attention_block)(const attention_block_t *block, const step_t *step, int
     const int failed = begin_attention(&a.attention, &plan, (int)step->threads);
     if (!failed) rorqual_region(attention_block_region, &a, (int)step->threads);
     end_attention(&plan);
-    free(memory);
     return failed;
 }
 
@@ -263,14 +262,12 @@ int ISA(gated_mlp_block)(const gated_mlp_block_t *block, const bf16 *hidden, con
     const int64_t bytes = 2 * tokens * (size + features + features / 2) +
                           (int64_t)(input_bytes(tokens, size) + input_bytes(tokens, features / 2)) + 6 * 64;
     room_t room = make_room(bytes);
-    uint8_t *memory = room.at;
-    if (memory == NULL) return 1;
+    if (room.at == NULL) return 1;
     gated_mlp_run_t a = {.block = block, .out = out, .parts = parts_for(threads)};
     __typeof__(*a.phases) phases = {{0, 0}};
     a.phases = &phases;
     a.gate_up = norm_product(hidden, residual, sum, block->norm, block->eps, block->gate_up, tokens, size, &room);
     a.activated = take_input(block->down, take(&room, tokens * features), tokens, &room);
     rorqual_region(gated_mlp_block_region, &a, threads);
-    free(memory);
     return 0;
 }

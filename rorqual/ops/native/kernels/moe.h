@@ -255,7 +255,6 @@ int ISA(fused_experts)(const experts_t *experts, const bf16 *x, int64_t x_stride
         a.parts = parts_for(threads);
         rorqual_region(experts_region, &a, threads);
     }
-    free(room.at);
     return 0;
 }
 
@@ -317,6 +316,5 @@ int ISA(sparse_moe_block)(const sparse_moe_block_t *block, const bf16 *hidden, c
         a.phases = &own_phases;
         rorqual_region(sparse_moe_region, &a, threads);
     }
-    free(room.at);
     return 0;
 }

@@ -157,14 +157,20 @@ void rorqual_parallel(void (*fn)(const void *, int, int), const void *arg, int t
     rorqual_region(take_parts, &shared, threads);
 }
 
-void *thread_scratch(int slot, size_t bytes) {
+void *thread_memory(int slot, size_t bytes) {
     static __thread void *memory[SCRATCH_SLOTS];
     static __thread size_t sizes[SCRATCH_SLOTS];
     if (bytes > sizes[slot]) {
         free(memory[slot]);
-        sizes[slot] = (bytes + 4095) / 4096 * 4096;
-        memory[slot] = aligned_alloc(64, sizes[slot]);
-        if (memory[slot] == NULL) abort();
+        const size_t size = (bytes + 4095) / 4096 * 4096;
+        memory[slot] = aligned_alloc(64, size);
+        sizes[slot] = memory[slot] ? size : 0;
     }
     return memory[slot];
+}
+
+void *thread_scratch(int slot, size_t bytes) {
+    void *memory = thread_memory(slot, bytes);
+    if (memory == NULL) abort();
+    return memory;
 }
