@@ -74,20 +74,18 @@ def p95(values: list[float]) -> float:
 def table(rounds: list[dict[str, Any]]) -> str:
     """A row for each round, and one for all gaps together."""
     lines = [
-        "| round | idle median, ms | idle p95 | meanwhile median | meanwhile p95 | longest | median over idle's | "
-        "p95 over idle's | prompt, s | alone, s |",
-        "|---" * 10 + "|",
+        "| round | idle mean, ms | idle median | idle p95 | meanwhile mean | median | p95 | longest | "
+        "mean over idle's | median | p95 | prompt, s | alone, s |",
+        "|---" * 13 + "|",
     ]
     everything = {key: [gap for r in rounds for gap in r[key]] for key in ("idle", "meanwhile")}
     whole = everything | {key: statistics.median(r[key] for r in rounds) for key in ("prompt_s", "alone_s")}
     for name, r in [*((str(i + 1), r) for i, r in enumerate(rounds)), ("all", whole)]:
-        middle = {key: statistics.median(r[key]) for key in ("idle", "meanwhile")}
-        late = {key: p95(r[key]) for key in ("idle", "meanwhile")}
-        lines.append(
-            f"| {name} | {middle['idle']:.1f} | {late['idle']:.1f} | {middle['meanwhile']:.1f} | "
-            f"{late['meanwhile']:.1f} | {max(r['meanwhile']):.1f} | {middle['meanwhile'] / middle['idle']:.2f}x | "
-            f"{late['meanwhile'] / late['idle']:.2f}x | {r['prompt_s']:.1f} | {r['alone_s']:.1f} |"
-        )
+        each = {key: (statistics.mean(r[key]), statistics.median(r[key]), p95(r[key])) for key in ("idle", "meanwhile")}
+        ratios = [busy / idle for busy, idle in zip(each["meanwhile"], each["idle"], strict=True)]
+        cells = [f"{x:.1f}" for x in (*each["idle"], *each["meanwhile"], max(r["meanwhile"]))]
+        cells += [f"{x:.2f}x" for x in ratios]
+        lines.append(f"| {name} | {' | '.join(cells)} | {r['prompt_s']:.1f} | {r['alone_s']:.1f} |")
     return "\n".join(lines)
 
 

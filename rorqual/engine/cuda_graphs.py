@@ -6,7 +6,6 @@ behind it write nowhere (slot -1), see no keys (context 0), and nobody reads wha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +13,6 @@ import torch
 from tqdm import tqdm
 
 from rorqual.batch import Batch, CacheView
-
-_log = logging.getLogger(__name__)
 
 
 class _Graph(NamedTuple):
@@ -25,7 +22,7 @@ class _Graph(NamedTuple):
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Rows of the graphs, ascending: powers of two up to 16, then steps of an eighth or less of padding on average."""
+    """Rows of the graphs, ascending: powers of two up to 16, then closer, so that little is computed in vain."""
     sizes = [1, 2, 4, 8, 16, *range(32, 129, 16), *range(160, 513, 32), *range(640, max_num_seqs, 128)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -45,7 +42,6 @@ class DecodeGraphs:
         progress: bool = False,
     ) -> None:
         """Record the model, a batch -> hidden states [num_tokens, hidden_size], at every size, the largest first."""
-        self._max_model_len = max_model_len
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[int, _Graph] = {}
         most_blocks = -(-max_model_len // block_size)

@@ -6,11 +6,11 @@ import statistics
 from collections import deque
 
 STRETCH = 1.8
-"""A step with prompt tokens should take at most so many times as long as one without. Below two, since the rule works
-with estimates."""
-FEWEST_TOKENS = 4
-"""A prompt moves on by so many tokens whatever they cost, and by multiples of them: fewer say little about what one
-costs."""
+"""Steps should take at most so many times as long, on average, as one without prompt tokens. Below two, since the rule
+works with estimates."""
+FEWEST_TOKENS = 16
+"""A prompt moves on by so many tokens at least, since each step reads its keys and values so far anew. Where they cost
+more than STRETCH allows, several steps without any go before them."""
 _REMEMBERED = 16
 
 
@@ -20,9 +20,12 @@ class Pacing:
     def __init__(self) -> None:
         self._alone: deque[float] = deque(maxlen=_REMEMBERED)
         self._per_token: deque[float] = deque(maxlen=_REMEMBERED)
+        self._steps_alone = 0
+        """Steps since the last one that carried prompt tokens."""
 
     def record(self, *, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """Tell of a step: sequences that got one token, tokens of prompts, and how long it took."""
+        self._steps_alone = 0 if num_prompt_tokens else self._steps_alone + 1
         if num_decodes and not num_prompt_tokens:
             self._alone.append(seconds)
         elif num_prompt_tokens >= FEWEST_TOKENS:
@@ -32,8 +35,10 @@ class Pacing:
 
     @property
     def prompt_limit(self) -> int | None:
-        """Prompt tokens for a step beside streams; None until both costs are known."""
+        """Prompt tokens for a step beside streams, 0 for a step without; None until both costs are known."""
         if not self._alone or not self._per_token:
             return None
         tokens = (STRETCH - 1) * statistics.median(self._alone) / statistics.median(self._per_token)
-        return max(FEWEST_TOKENS, int(tokens) // FEWEST_TOKENS * FEWEST_TOKENS)
+        if tokens < FEWEST_TOKENS:
+            return FEWEST_TOKENS if tokens * (self._steps_alone + 1) >= FEWEST_TOKENS else 0
+        return int(tokens) // FEWEST_TOKENS * FEWEST_TOKENS

@@ -16,7 +16,7 @@ def simulated(pacing: Pacing, *, fixed: float, per_token: float, noise: float = 
     seen = []
     for step in range(steps):
         limit = pacing.prompt_limit
-        tokens = 0 if step % 3 == 0 else limit or 256
+        tokens = 0 if step % 3 == 0 else 256 if limit is None else limit
         seconds = (fixed + per_token * tokens) * (1 + noise * rng.random())
         if tokens and limit is not None:
             seen.append(seconds)
@@ -37,10 +37,18 @@ def test_noise_does_not_move_it_far():
     assert sum(s <= 2 * 0.02 * 1.3 for s in seen) == len(seen)
 
 
-def test_where_a_token_costs_more_than_a_step_prompts_still_move():
-    pacing = Pacing()
-    simulated(pacing, fixed=0.001, per_token=0.01)
-    assert pacing.prompt_limit == FEWEST_TOKENS
+@pytest.mark.parametrize("per_token", [5e-4, 1e-3, 0.01])
+def test_where_the_fewest_tokens_cost_too_much_several_steps_go_without(per_token):
+    pacing, fixed, seen = Pacing(), 0.005, []
+    pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=fixed)
+    pacing.record(num_decodes=1, num_prompt_tokens=64, seconds=fixed + 64 * per_token)
+    for _ in range(600):
+        tokens = pacing.prompt_limit
+        assert tokens in (0, FEWEST_TOKENS)
+        seen.append(fixed + per_token * tokens)
+        pacing.record(num_decodes=1, num_prompt_tokens=tokens, seconds=seen[-1])
+    assert sorted(seen)[len(seen) // 2 if per_token > 5e-4 else 0] == fixed
+    assert 0.9 * STRETCH * fixed <= sum(seen) / len(seen) <= STRETCH * fixed * 1.001
 
 
 def test_no_limit_before_both_costs_are_known():
