@@ -57,7 +57,7 @@ def test_no_limit_before_both_costs_are_known():
     pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=0.01)
     assert pacing.prompt_limit is None
     pacing.record(num_decodes=0, num_prompt_tokens=100, seconds=0.02)
-    assert pacing.prompt_limit == int(0.8 * 0.01 / 2e-4) // FEWEST_TOKENS * FEWEST_TOKENS
+    assert pacing.prompt_limit == int((STRETCH - 1) * 0.01 / 2e-4) // 16 * 16
 
 
 def test_few_tokens_say_nothing_about_their_cost():
