@@ -3,9 +3,9 @@
     python benchmarks/cpu_latency.py [MODEL] [--quantization auto] [--prompt 4000] [--rounds 3]
 
 In every round one request streams (32 prompt tokens, greedy). After some tokens a prompt of random ids is submitted and
-wants one token. Gaps between the stream's tokens count as "idle" before that and as "meanwhile" until that token is
-there; a gap is what passes between two tokens in the reader's hands. A round is discarded first, in which the engine
-learns its costs. Beside it: how long such a prompt takes with nobody streaming.
+wants one token. Gaps between the stream's tokens count as "meanwhile" until that token is there, and as "idle" before
+and after, as many each, since the stream's own context grows and costs too; a gap is what passes between two tokens in
+the reader's hands. A round is discarded first, in which the engine learns its costs. Beside it: how long such a prompt takes with nobody streaming.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ IDLE_TOKENS = 100
 
 
 def gaps(llm: LLM, prompt_tokens: int, draw: random.Random) -> dict[str, Any]:
-    """Milliseconds between the stream's tokens before the prompt came and while it was computed, and its own time."""
+    """Milliseconds between the stream's tokens around the prompt and while it was computed, and its own time."""
     done: list[float] = []
     params = SamplingParams(temperature=0, ignore_eos=True)
-    stream = llm.stream(ids(llm, STREAM_PROMPT, draw), params.clone(max_tokens=IDLE_TOKENS + prompt_tokens))
+    stream = llm.stream(ids(llm, STREAM_PROMPT, draw), params.clone(max_tokens=2 * IDLE_TOKENS + prompt_tokens))
     times: list[float] = []
-    submitted = 0.0
+    submitted, end = 0.0, 0
     for _ in stream:
         times.append(time.perf_counter())
         if len(times) == IDLE_TOKENS:
@@ -46,12 +46,15 @@ def gaps(llm: LLM, prompt_tokens: int, draw: random.Random) -> dict[str, Any]:
                 params.clone(max_tokens=1),
                 on_finish=lambda _output: done.append(time.perf_counter()),
             )
-        if done:
+        if done and not end:
+            end = len(times)
+        if end and len(times) == end + IDLE_TOKENS:
             break
     stream.close()
     found = [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
     # The first gaps belong to a cache and branches that are still cold.
-    return {"idle": found[10 : IDLE_TOKENS - 1], "meanwhile": found[IDLE_TOKENS - 1 :], "prompt_s": done[0] - submitted}
+    idle = found[10 : IDLE_TOKENS - 1] + found[end + 9 :]
+    return {"idle": idle, "meanwhile": found[IDLE_TOKENS - 1 : end], "prompt_s": done[0] - submitted}
 
 
 def alone_s(llm: LLM, prompt_tokens: int, draw: random.Random) -> float:
@@ -99,7 +102,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     # Room for the longest stream: a token for every prompt token.
-    length = STREAM_PROMPT + IDLE_TOKENS + asked.prompt + 16
+    length = STREAM_PROMPT + 2 * IDLE_TOKENS + asked.prompt + 16
     with LLM(
         asked.model,
         quantization=asked.quantization,
