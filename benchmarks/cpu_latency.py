@@ -5,7 +5,8 @@
 In every round one request streams (32 prompt tokens, greedy). After some tokens a prompt of random ids is submitted and
 wants one token. Gaps between the stream's tokens count as "meanwhile" until that token is there, and as "idle" before
 and after, as many each, since the stream's own context grows and costs too; a gap is what passes between two tokens in
-the reader's hands. A round is discarded first, in which the engine learns its costs. Beside it: how long such a prompt takes with nobody streaming.
+the reader's hands. A round is discarded first, in which the engine learns its costs. Beside it: how long such a prompt
+takes with nobody streaming.
 """
 
 from __future__ import annotations
