@@ -21,7 +21,6 @@ from rorqual.engine.transfer import Download, upload
 from rorqual.ops.sample import (
     apply_penalties,
     gumbel_argmax,
-    row_key,
     row_keys,
     row_max,
     top_candidates,
@@ -329,7 +328,8 @@ def _draw(logits: torch.Tensor, jobs: list[tuple[int, _Sequence, SampleRow]]) ->
     logits = _take(logits, [i for i, _, _ in jobs])
     device = logits.device
     temperature = torch.tensor([seq.params.temperature for _, seq, _ in jobs], dtype=torch.float64, device=device)
-    keys = torch.tensor([row_key(seq.seed, row.position) for _, seq, row in jobs], device=device)
+    seeds, positions = ([seq.seed for _, seq, _ in jobs], [row.position for _, _, row in jobs])
+    keys = torch.from_numpy(row_keys(np.array(seeds, np.uint64), np.array(positions, np.uint64))).to(device)
     filters = [_filter(seq.params, vocab_size) for _, seq, _ in jobs]
     off = _Filter(min_p=0.0, top_k=vocab_size, top_p=1.0)
     free = [j for j, wanted in enumerate(filters) if wanted == off]
