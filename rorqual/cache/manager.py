@@ -100,9 +100,9 @@ class CacheManager:
 
     def reserve(self, seq: Sequence, stop: int) -> bool:
         """Make sure that tokens [num_computed, stop) have slots in every group, or change nothing and return False."""
-        missing = [self.num_blocks_for(stop) - len(table) for table in seq.block_tables]
-        if max(missing) <= 0:
+        if stop <= min(map(len, seq.block_tables)) * self.block_size:  # so it is for most tokens
             return True
+        missing = [self.num_blocks_for(stop) - len(table) for table in seq.block_tables]
         if not all(g.pool.can_take(max(0, n)) for g, n in zip(self.groups, missing, strict=True)):
             return False
         for group, table, num_new in zip(self.groups, seq.block_tables, missing, strict=True):

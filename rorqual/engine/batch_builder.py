@@ -45,26 +45,17 @@ def build_batch(
     owner = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(cu_seqlens[-1]) + (stops - cu_seqlens[1:])[owner]
 
-    known_ids: list[int] = []
-    rows: list[range] = []
-    for chunk, all_rows in zip(chunks, wants_all_logits, strict=True):
-        seq, start, stop = chunk
-        known = seq.token_ids
-        if stop == start + 1 == len(known):  # a decode step consists of these
-            known_ids.append(known[start])
-            rows.append(range(start, stop))
-            continue
-        known_ids += known[start:stop]
-        if stop > len(known):
-            known_ids += seq.draft_token_ids[: stop - len(known)]
-        rows.append(range(start if all_rows else max(start, len(known) - 1), stop))
+    rows = [
+        range(start if all_rows else max(start, len(seq.token_ids) - 1), stop)
+        for (seq, start, stop), all_rows in zip(chunks, wants_all_logits, strict=True)
+    ]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     # Rows of a chunk are its last ones.
     row_ends = np.cumsum(counts)
     wanted = np.arange(row_ends[-1]) + np.repeat(cu_seqlens[1:] - row_ends, counts)
 
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
-        np.array(known_ids, np.int64),
+        np.array(_known_ids(chunks) if input_ids is None else (), np.int64),
         positions,
         wanted,
         cu_seqlens.astype(np.int32),
@@ -85,6 +76,15 @@ def build_batch(
         context_lens_host=tuple(stops.tolist()),
     )
     return BuiltBatch(batch, rows)
+
+
+def _known_ids(chunks: SequenceOf[Chunk]) -> list[int]:
+    found: list[int] = []
+    for seq, start, stop in chunks:
+        found += seq.token_ids[start:stop]
+        if stop > len(seq.token_ids):
+            found += seq.draft_token_ids[: stop - len(seq.token_ids)]
+    return found
 
 
 def _block_tables(chunks: SequenceOf[Chunk], group: int) -> NDArray[np.int32]:

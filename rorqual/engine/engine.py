@@ -305,7 +305,7 @@ class Engine:
         """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
         with self.stats.stage("schedule"):
             chunks = self.scheduler.look_ahead([c for c in flight.chunks if c.seq in self._answer_of])
-            if not chunks or not self._sampler.can_draw_later(_sample_rows(chunks)):
+            if not chunks:
                 return None
             input_ids = flight.drawn.token_ids
             if len(chunks) != len(flight.chunks):

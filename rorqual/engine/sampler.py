@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rorqual.engine.transfer import Download, upload
 from rorqual.ops.sample import (
@@ -185,7 +186,7 @@ class Sampler:
         self._sequences[seq_id].accept(token_id)
 
     def can_draw_later(self, rows: Sequence[SampleRow]) -> bool:
-        """Whether `draw` takes these rows."""
+        """Whether `draw` takes these rows, and with them all later ones of their sequences."""
         found = self._sequences
         return all(found[seq_id].plain_from <= position for seq_id, position in rows)
 
@@ -196,10 +197,8 @@ class Sampler:
         usable, token_ids = best.values.isfinite(), best.token_ids
         drawn = np.fromiter((not seq.greedy for seq in sequences), np.bool_, len(rows))
         if drawn.any():
-            seeds = np.fromiter((seq.seed for seq in sequences), np.uint64, len(rows))
-            positions = np.fromiter((position for _, position in rows), np.uint64, len(rows))
             temperatures = np.fromiter((seq.params.temperature for seq in sequences), np.float64, len(rows))
-            host = (row_keys(seeds, positions), np.where(drawn, temperatures, 1.0), drawn)
+            host = (_keys(sequences, rows), np.where(drawn, temperatures, 1.0), drawn)
             keys, temperature, drawn_there = upload(host, logits.device)
             token_ids = torch.where(drawn_there, gumbel_argmax(logits, temperature, keys), token_ids)
         token_ids = torch.where(usable, token_ids, 0)
@@ -236,6 +235,12 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) ->
         block = token_ids[start : start + PROMPT_BLOCK]
         found += _token_logprobs(logits[start : start + PROMPT_BLOCK], block, [num_top] * len(block))
     return found
+
+
+def _keys(sequences: Sequence[_Sequence], rows: Sequence[SampleRow]) -> NDArray[np.int64]:
+    """What the noise of each row depends on, as `row_keys`."""
+    seeds = np.fromiter((seq.seed for seq in sequences), np.uint64, len(rows))
+    return row_keys(seeds, np.fromiter((position for _, position in rows), np.uint64, len(rows)))
 
 
 def _take(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
@@ -328,8 +333,7 @@ def _draw(logits: torch.Tensor, jobs: list[tuple[int, _Sequence, SampleRow]]) ->
     logits = _take(logits, [i for i, _, _ in jobs])
     device = logits.device
     temperature = torch.tensor([seq.params.temperature for _, seq, _ in jobs], dtype=torch.float64, device=device)
-    seeds, positions = ([seq.seed for _, seq, _ in jobs], [row.position for _, _, row in jobs])
-    keys = torch.from_numpy(row_keys(np.array(seeds, np.uint64), np.array(positions, np.uint64))).to(device)
+    keys = torch.from_numpy(_keys([seq for _, seq, _ in jobs], [row for _, _, row in jobs])).to(device)
     filters = [_filter(seq.params, vocab_size) for _, seq, _ in jobs]
     off = _Filter(min_p=0.0, top_k=vocab_size, top_p=1.0)
     free = [j for j, wanted in enumerate(filters) if wanted == off]

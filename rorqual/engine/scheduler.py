@@ -100,13 +100,12 @@ class Scheduler:
         """
         if len(chunks) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
             return []
-        ahead, size = [], self.cache.block_size
+        ahead = []
         for seq, start, stop in chunks:
             if seq.draft_token_ids or seq.num_computed_tokens != start:
                 return []
             if stop + 1 < seq.max_len:
-                # Most tokens fall into a block that is held: asking each group anew costs ten times this look.
-                if stop >= len(seq.block_tables[0]) * size and not self.cache.reserve(seq, stop + 1):
+                if not self.cache.reserve(seq, stop + 1):
                     return []
                 ahead.append(Chunk(seq, stop, stop + 1))
         return ahead

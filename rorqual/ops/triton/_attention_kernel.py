@@ -42,7 +42,6 @@ def _attend(
     low,
     high,
     position,
-    context,
     key_cache,
     value_cache,
     table,
@@ -172,13 +171,13 @@ def chunk_kernel(
     seen_by_all = (nearest + 1) // BN * BN
     if not WINDOW:
         most, total, acc = _attend(
-            q, most, total, acc, low, seen_by_all, position, context, key_cache, value_cache, table, key_block,
+            q, most, total, acc, low, seen_by_all, position, key_cache, value_cache, table, key_block,
             key_token, head * key_head, value_block, value_token, head * value_head, scale, window,
             D, BLOCK_D, BLOCK_SIZE, BN, False, False, E4M3, COMPUTE, PRECISION, STAGES,
         )  # fmt: skip
         low = seen_by_all
     most, total, acc = _attend(
-        q, most, total, acc, low, high, position, context, key_cache, value_cache, table, key_block, key_token,
+        q, most, total, acc, low, high, position, key_cache, value_cache, table, key_block, key_token,
         head * key_head, value_block, value_token, head * value_head, scale, window,
         D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
     )  # fmt: skip
@@ -259,7 +258,7 @@ def single_token_kernel(
         span_most, span_total, span_acc = _attend(
             q, tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32),
             tl.zeros([BM, BLOCK_D], tl.float32), tl.maximum(start, low), tl.minimum(start + SPAN, context),
-            position, context, key_cache, value_cache, table, key_block, key_token, head * key_head, value_block,
+            position, key_cache, value_cache, table, key_block, key_token, head * key_head, value_block,
             value_token, head * value_head, scale, window,
             D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
         )  # fmt: skip

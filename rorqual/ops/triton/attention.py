@@ -16,7 +16,7 @@ from rorqual.ops.store_kvcache import KVCache, allocate_kvcache
 from rorqual.ops.triton._attention_kernel import chunk_kernel, single_token_kernel
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton._linear_launch import arrivals
-from rorqual.ops.triton.launch import INTERPRETING, refuses
+from rorqual.ops.triton.launch import DEVICE, refuses
 
 SPAN = 512
 """Keys of a single token's context that are one softmax. Sums depend on it, and on nothing else but the context."""
@@ -29,8 +29,7 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 def _refuse_allocate(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    wanted = "cpu" if INTERPRETING else "cuda"
-    return None if device.type == wanted else f"needs {wanted}, got {device.type}"
+    return None if device.type == DEVICE else f"needs {DEVICE}, got {device.type}"
 
 
 @allocate_kvcache.impl("triton", refuse=_refuse_allocate)

@@ -10,6 +10,9 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in the interpreter: Triton reads the same variable when a kernel is defined."""
 
+DEVICE = "cpu" if INTERPRETING else "cuda"
+"""The type of device whose tensors kernels take."""
+
 
 def available() -> bool:
     """Whether Triton is installed, and a GPU or the interpreter is there to run it."""
@@ -18,8 +21,7 @@ def available() -> bool:
 
 def refuses(*tensors: torch.Tensor | None) -> str | None:
     """Why Triton kernels cannot take these tensors, or None."""
-    wanted = "cpu" if INTERPRETING else "cuda"
     for tensor in tensors:
-        if tensor is not None and tensor.device.type != wanted:
-            return f"needs tensors on {wanted}, got one on {tensor.device.type}"
+        if tensor is not None and tensor.device.type != DEVICE:
+            return f"needs tensors on {DEVICE}, got one on {tensor.device.type}"
     return None

@@ -131,11 +131,7 @@ def gumbel_argmax_triton(
     return out
 
 
-def _refuse_row_max(logits: torch.Tensor) -> str | None:
-    return refuses(logits)
-
-
-@row_max.impl("triton", refuse=_refuse_row_max)
+@row_max.impl("triton", refuse=refuses)
 def row_max_triton(logits: torch.Tensor) -> RowMax:
     """See the reference."""
     rows, columns = logits.shape
