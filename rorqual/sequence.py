@@ -24,6 +24,8 @@ class Sequence:
     """Prefix-cache blocks are shared only among sequences with equal salts."""
     reads_prefix_cache: bool = True
     """False recomputes the whole prompt, for requests that need the logits of every prompt token."""
+    sampler_slot: int = -1
+    """Where the sampler keeps its parameters."""
     is_streamed: bool = False
     """Somebody reads its tokens as they come, so that steps should take about equally long."""
     draft_token_ids: list[int] = field(default_factory=list)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rorqual.batch import Batch
 from rorqual.cache.block_pool import BlockPool
@@ -23,7 +24,7 @@ from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
-from rorqual.engine.sampler import Drawn, Sampler, SampleRow, TokenLogprobs, prompt_logprobs
+from rorqual.engine.sampler import Drawn, Sampler, SamplerOutput, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
 from rorqual.engine.transfer import upload
 from rorqual.loader.checkpoint import Checkpoint
@@ -174,8 +175,7 @@ class Engine:
         end_ids = [*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]
         bad_words = self._bad_words(params)
         for i, seq in enumerate(sequences):
-            self._sampler.add(
-                seq.seq_id,
+            seq.sampler_slot = self._sampler.add(
                 params,
                 seed=(seed + i * _SEED_STRIDE) % 2**64,
                 prompt_token_ids=ids,
@@ -295,11 +295,11 @@ class Engine:
         """Whether all of a step is single tokens whose draws need nothing that only the host knows."""
         if any(stop != start + 1 or stop < len(seq.token_ids) for seq, start, stop in chunks):
             return False
-        return self._sampler.can_draw_later(_sample_rows(chunks))
+        return self._sampler.can_draw_later(_slots(chunks))
 
     def _take_off(self, chunks: list[Chunk], logits: torch.Tensor) -> _Flight:
         with self.stats.stage("sample"):
-            return _Flight(chunks, self._sampler.draw(logits, _sample_rows(chunks)))
+            return _Flight(chunks, self._sampler.draw(logits, *_sample_rows(chunks)))
 
     def _fly_ahead(self, flight: _Flight) -> _Flight | None:
         """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
@@ -318,12 +318,12 @@ class Engine:
     def _land(self, flight: _Flight) -> list[StreamDelta]:
         """Read a step's tokens; those of answers that have ended meanwhile are dropped."""
         with self.stats.stage("wait"):
-            token_ids = flight.drawn.download.wait()
+            drawn = flight.drawn.wait()
         with self.stats.stage("update"):
             deltas = []
-            for chunk, token in zip(flight.chunks, token_ids, strict=True):
+            for chunk, result in zip(flight.chunks, self._results(drawn), strict=True):
                 if chunk.seq in self._answer_of:
-                    delta = self._update(chunk, (token, None) if token >= 0 else _NO_USABLE_LOGITS)
+                    delta = self._update(chunk, result)
                     assert delta is not None
                     deltas.append(delta)
             return deltas
@@ -349,15 +349,15 @@ class Engine:
         last_rows = [first_rows[i + 1] - 1 for i in sampling]
         if len(last_rows) != logits.shape[0]:
             logits = logits[last_rows]
-        drawn = self._sampler.sample(
-            logits, [SampleRow(chunks[i].seq.seq_id, len(chunks[i].seq.token_ids)) for i in sampling]
-        )
-        for i, token, logprobs, failed in zip(sampling, drawn.token_ids, drawn.logprobs, drawn.failed, strict=True):
-            if failed:
-                results[i] = _NO_USABLE_LOGITS
-            else:
-                results[i] = (token, self._named(logprobs) if logprobs is not None else None)
+        drawn = self._sampler.draw(logits, *_sample_rows([chunks[i] for i in sampling])).wait()
+        for i, result in zip(sampling, self._results(drawn), strict=True):
+            results[i] = result
         return results
+
+    def _results(self, drawn: SamplerOutput) -> Iterator[tuple[int, dict[int, Logprob] | None] | str]:
+        """Per row: the token and its logprobs, or what went wrong."""
+        for token, logprobs, failed in zip(drawn.token_ids, drawn.logprobs, drawn.failed, strict=True):
+            yield _NO_USABLE_LOGITS if failed else (token, self._named(logprobs) if logprobs is not None else None)
 
     def _record_prompt_logprobs(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
         """The logits at position p are about the prompt token at p + 1."""
@@ -404,7 +404,7 @@ class Engine:
                 times.first_token_s = now
             text = answer.push(token, logprobs)
             new_ids = [token]
-            self._sampler.accept(seq.seq_id, token)
+            self._sampler.accept(seq.sampler_slot, token)
             self.scheduler.advance(chunk, new_ids)
             self.stats.num_output_tokens += 1
         if answer.finished:
@@ -423,7 +423,7 @@ class Engine:
     def _retire(self, request: _Request, answer: Answer) -> None:
         """Free what a finished answer holds, and close the request with its last one."""
         self.scheduler.finish(answer.seq)
-        self._sampler.remove(answer.seq.seq_id)
+        self._sampler.remove(answer.seq.sampler_slot)
         del self._answer_of[answer.seq]
         if request.output.finished:
             request.output.times.finished_s = time.perf_counter()
@@ -468,9 +468,13 @@ class Engine:
         return {b: ", ".join(op for op, used in self.kernels.items() if used == b) for b in backends}
 
 
-def _sample_rows(chunks: list[Chunk]) -> list[SampleRow]:
-    """The draw behind each chunk, which ends with the last token so far."""
-    return [SampleRow(seq.seq_id, stop) for seq, _, stop in chunks]
+def _slots(chunks: list[Chunk]) -> NDArray[np.int64]:
+    return np.fromiter((chunk.seq.sampler_slot for chunk in chunks), np.int64, len(chunks))
+
+
+def _sample_rows(chunks: list[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The draw behind each chunk, which ends with the last token so far: its slot and its position."""
+    return _slots(chunks), np.fromiter((chunk.stop for chunk in chunks), np.int64, len(chunks))
 
 
 _NO_USABLE_LOGITS = "the model gave no usable logits (NaN, or every token was forbidden)"

@@ -60,6 +60,7 @@ class SamplerOutput(NamedTuple):
     """One entry per row, in the order of the rows."""
 
     token_ids: list[int]
+    """-1 where failed."""
     logprobs: list[TokenLogprobs | None]
     """None where not asked for, and of failed rows."""
     failed: list[bool]
@@ -73,6 +74,14 @@ class Drawn(NamedTuple):
     """[num_rows] int64 on the device; 0 for failed rows."""
     download: Download
     """The same on the way to the host, with -1 for failed rows."""
+    output: SamplerOutput | None = None
+
+    def wait(self) -> SamplerOutput:
+        """What was drawn, on the host."""
+        if self.output is not None:
+            return self.output
+        token_ids = self.download.wait()
+        return SamplerOutput(token_ids, [None] * len(token_ids), [token < 0 for token in token_ids])
 
 
 class _Sequence:
@@ -154,21 +163,20 @@ class Sampler:
 
     def add(
         self,
-        seq_id: int,
         params: SamplingParams,
         *,
         seed: int,
         prompt_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """Announce a sequence whose params passed `validate_for`.
+    ) -> int:
+        """Announce a sequence whose params passed `validate_for`; returns its slot, a small number.
 
         seed: what its draws depend on (64 bits; params.seed is not read). end_token_ids: masked until min_tokens.
         bad_words: token ids of each spelling that the answer must not complete.
         """
-        assert seq_id not in self._sequences, f"sequence {seq_id} is already there"
-        self._sequences[seq_id] = _Sequence(
+        slot = next(slot for slot in range(len(self._sequences) + 1) if slot not in self._sequences)
+        self._sequences[slot] = _Sequence(
             params,
             seed=seed,
             prompt_token_ids=prompt_token_ids,
@@ -176,23 +184,29 @@ class Sampler:
             bad_words=bad_words,
             vocab_size=self.vocab_size,
         )
+        return slot
 
-    def remove(self, seq_id: int) -> None:
+    def remove(self, slot: int) -> None:
         """Forget a sequence."""
-        del self._sequences[seq_id]
+        del self._sequences[slot]
 
-    def accept(self, seq_id: int, token_id: int) -> None:
+    def accept(self, slot: int, token_id: int) -> None:
         """Count a token that the sequence keeps."""
-        self._sequences[seq_id].accept(token_id)
+        self._sequences[slot].accept(token_id)
 
-    def can_draw_later(self, rows: Sequence[SampleRow]) -> bool:
-        """Whether `draw` takes these rows, and with them all later ones of their sequences."""
+    def can_draw_later(self, slots: NDArray[np.int64]) -> bool:
+        """Whether these may be drawn before the tokens that were drawn for them last are accepted."""
         found = self._sequences
-        return all(found[seq_id].plain_from <= position for seq_id, position in rows)
+        return all(found[slot].plain_from <= found[slot].num_prompt for slot in slots.tolist())
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
-        """As `sample` for rows that `can_draw_later`, without waiting for the device."""
-        sequences = [self._sequences[seq_id] for seq_id, _ in rows]
+    def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
+        """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are."""
+        rows = [SampleRow(*row) for row in zip(slots.tolist(), positions.tolist(), strict=True)]
+        if not self.can_draw_later(slots):
+            out = self.sample(logits, rows)
+            token_ids = torch.tensor(out.token_ids, device=logits.device)
+            return Drawn(token_ids.clamp(min=0), Download(token_ids), out)
+        sequences = [self._sequences[slot] for slot, _ in rows]
         best = row_max(logits)
         usable, token_ids = best.values.isfinite(), best.token_ids
         drawn = np.fromiter((not seq.greedy for seq in sequences), np.bool_, len(rows))
@@ -222,6 +236,7 @@ class Sampler:
             entries = _token_logprobs(_take(logits, asked), [token_ids[i] for i in asked], counts)
             for i, entry in zip(asked, entries, strict=True):
                 logprobs[i] = entry
+        token_ids = [-1 if bad else token for token, bad in zip(token_ids, failed, strict=True)]
         return SamplerOutput(token_ids, logprobs, failed)
 
 

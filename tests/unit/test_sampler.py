@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rorqual.engine.sampler as sampler_module
 import rorqual.ops.cpu.sample  # noqa: F401  (registers the CPU answers that an engine uses)
-from rorqual.engine.sampler import Sampler, SampleRow, prompt_logprobs
+from rorqual.engine.sampler import Sampler, SamplerOutput, prompt_logprobs
 from rorqual.sampling_params import SamplingParams
 
 
@@ -24,15 +24,21 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def drawn(sampler, logits, rows) -> SamplerOutput:
+    """Draw for rows of (slot, position)."""
+    slots, positions = np.array(rows, np.int64).reshape(-1, 2).T
+    return sampler.draw(logits, slots, positions).wait()
+
+
 def one_row(logits, params, *, seed=1, prompt=(), output=(), end=(), bad_words=(), position=None):
     """What a sampler that holds one sequence makes of one row."""
     row = torch.as_tensor(logits, dtype=torch.float32) if isinstance(logits, list) else logits
     sampler = Sampler(len(row))
-    sampler.add(0, params, seed=seed, prompt_token_ids=prompt, end_token_ids=end, bad_words=bad_words)
+    sampler.add(params, seed=seed, prompt_token_ids=prompt, end_token_ids=end, bad_words=bad_words)
     for token_id in output:
         sampler.accept(0, token_id)
     position = len(prompt) + len(output) if position is None else position
-    return sampler.sample(row[None], [SampleRow(0, position)])
+    return drawn(sampler, row[None], [(0, position)])
 
 
 def token(logits, params, **options) -> int:
@@ -45,8 +51,8 @@ def tokens(logits, params, count, **options) -> list[int]:
     """Draws at `count` positions."""
     row = torch.as_tensor(logits, dtype=torch.float32)
     sampler = Sampler(len(row))
-    sampler.add(0, params, seed=3, prompt_token_ids=[], end_token_ids=[], **options)
-    return sampler.sample(row.expand(count, -1), [SampleRow(0, p) for p in range(count)]).token_ids
+    sampler.add(params, seed=3, prompt_token_ids=[], end_token_ids=[], **options)
+    return drawn(sampler, row.expand(count, -1), [(0, p) for p in range(count)]).token_ids
 
 
 def logs(*probabilities) -> list[float]:
@@ -90,21 +96,21 @@ def test_sa1_greedy_takes_the_best_token_and_the_lowest_id_of_equals(temperature
 def test_sa1_a_greedy_row_does_not_touch_a_drawn_one():
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
     sampler = Sampler(300)
-    sampler.add(0, SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
-    sampler.add(1, SamplingParams(temperature=0.7), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(SamplingParams(temperature=0.7), seed=1, prompt_token_ids=[], end_token_ids=[])
     for position in range(50):
-        both = sampler.sample(logits, [SampleRow(0, position), SampleRow(1, position)])
+        both = drawn(sampler, logits, [(0, position), (1, position)])
         assert both.token_ids[0] == logits[0].argmax()
-        assert both.token_ids[1] == sampler.sample(logits[1:], [SampleRow(1, position)]).token_ids[0]
+        assert both.token_ids[1] == drawn(sampler, logits[1:], [(1, position)]).token_ids[0]
 
 
 def test_sa2_masked_logits_in_a_greedy_row_make_no_nan_beside_a_drawn_one():
     logits = torch.tensor([[-math.inf, -math.inf, -5.0, -7.0], [0.0, 1.0, -math.inf, -math.inf]])
     sampler = Sampler(4)
-    sampler.add(0, SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
-    sampler.add(1, SamplingParams(temperature=0.8), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(SamplingParams(temperature=0), seed=1, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(SamplingParams(temperature=0.8), seed=1, prompt_token_ids=[], end_token_ids=[])
     for position in range(50):
-        out = sampler.sample(logits, [SampleRow(0, position), SampleRow(1, position)])
+        out = drawn(sampler, logits, [(0, position), (1, position)])
         assert out.failed == [False, False]
         assert out.token_ids[0] == 2
         assert out.token_ids[1] in {0, 1}
@@ -253,8 +259,8 @@ def test_sa10_equal_seeds_draw_equally_and_other_seeds_differ():
     streams = []
     for seed in (7, 7, 8, 2**64 - 1):
         sampler = Sampler(1000)
-        sampler.add(5, SamplingParams(), seed=seed, prompt_token_ids=[], end_token_ids=[])
-        streams.append([sampler.sample(logits[None], [SampleRow(5, p)]).token_ids[0] for p in range(64)])
+        sampler.add(SamplingParams(), seed=seed, prompt_token_ids=[], end_token_ids=[])
+        streams.append([drawn(sampler, logits[None], [(0, p)]).token_ids[0] for p in range(64)])
     assert streams[0] == streams[1]
     for i, j in ((1, 2), (2, 3), (1, 3)):
         assert sum(a == b for a, b in zip(streams[i], streams[j], strict=True)) < 5
@@ -334,15 +340,15 @@ def test_bias_comes_before_penalties():
 def test_only_accepted_tokens_count():
     sampler = Sampler(3)
     params = SamplingParams(temperature=0, presence_penalty=2)
-    sampler.add(0, params, seed=1, prompt_token_ids=[2], end_token_ids=[])
+    sampler.add(params, seed=1, prompt_token_ids=[2], end_token_ids=[])
     logits = torch.tensor([[5.0, 4.0, 0.0]])
     for _ in range(3):
-        assert sampler.sample(logits, [SampleRow(0, 1)]).token_ids == [0]
+        assert drawn(sampler, logits, [(0, 1)]).token_ids == [0]
     sampler.accept(0, 0)
-    assert sampler.sample(logits, [SampleRow(0, 2)]).token_ids == [1]
+    assert drawn(sampler, logits, [(0, 2)]).token_ids == [1]
     sampler.remove(0)
-    sampler.add(0, params, seed=1, prompt_token_ids=[2], end_token_ids=[])
-    assert sampler.sample(logits, [SampleRow(0, 1)]).token_ids == [0]
+    sampler.add(params, seed=1, prompt_token_ids=[2], end_token_ids=[])
+    assert drawn(sampler, logits, [(0, 1)]).token_ids == [0]
 
 
 # --- logprobs
@@ -412,9 +418,9 @@ def test_mo4_a_broken_row_is_reported_and_its_mates_are_untouched(temperature, w
     plain = SamplingParams(temperature=temperature, logprobs=2, top_p=0.9)
     sampler = Sampler(width)
     for i in range(6):
-        sampler.add(i, masked if i == 4 else plain, seed=i, prompt_token_ids=[], end_token_ids=[])
-    rows = [SampleRow(i, 0) for i in range(6)]
-    out, expected = sampler.sample(logits, rows), sampler.sample(whole, rows)
+        sampler.add(masked if i == 4 else plain, seed=i, prompt_token_ids=[], end_token_ids=[])
+    rows = [(i, 0) for i in range(6)]
+    out, expected = drawn(sampler, logits, rows), drawn(sampler, whole, rows)
     assert out.failed == [False, True, True, True, True, False]
     assert expected.failed == [False] * 6
     for i in range(6):
@@ -460,7 +466,6 @@ def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(width, dtype):
     sampler = Sampler(width)
     for i, params in enumerate(MIXED):
         sampler.add(
-            i,
             params,
             seed=i % 3,
             prompt_token_ids=[1, 2, i],
@@ -469,11 +474,11 @@ def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(width, dtype):
         )
         for token_id in (4, 4, i):
             sampler.accept(i, token_id)
-    rows = [SampleRow(i, 6) for i in range(len(MIXED))]
-    mixed = sampler.sample(logits, rows)
-    backwards = sampler.sample(logits.flip(0), rows[::-1])
+    rows = [(i, 6) for i in range(len(MIXED))]
+    mixed = drawn(sampler, logits, rows)
+    backwards = drawn(sampler, logits.flip(0), rows[::-1])
     for i in range(len(MIXED)):
-        alone = sampler.sample(logits[i : i + 1], rows[i : i + 1])
+        alone = drawn(sampler, logits[i : i + 1], rows[i : i + 1])
         assert mixed.failed[i] is alone.failed[0] is False
         assert mixed.token_ids[i] == alone.token_ids[0] == backwards.token_ids[len(MIXED) - 1 - i]
         assert mixed.logprobs[i] == alone.logprobs[0] == backwards.logprobs[len(MIXED) - 1 - i]
@@ -482,10 +487,10 @@ def test_every_row_of_a_mixed_batch_gets_what_it_gets_alone(width, dtype):
 
 def test_several_rows_of_one_sequence_draw_by_their_positions():
     sampler = Sampler(500)
-    sampler.add(0, SamplingParams(), seed=5, prompt_token_ids=[], end_token_ids=[])
+    sampler.add(SamplingParams(), seed=5, prompt_token_ids=[], end_token_ids=[])
     logits = torch.zeros(1, 500)
-    together = sampler.sample(logits.expand(6, -1), [SampleRow(0, p) for p in range(10, 16)]).token_ids
-    assert together == [sampler.sample(logits, [SampleRow(0, p)]).token_ids[0] for p in range(10, 16)]
+    together = drawn(sampler, logits.expand(6, -1), [(0, p) for p in range(10, 16)]).token_ids
+    assert together == [drawn(sampler, logits, [(0, p)]).token_ids[0] for p in range(10, 16)]
     assert len(set(together)) > 3
 
 
