@@ -1,0 +1,151 @@
+"""The answers to every "auto" of an EngineConfig, for one model on one machine; the cache's size is `memory.py`'s."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rorqual.cache.sizing import bytes_for_blocks
+from rorqual.cache.spec import GroupLayers, group_layers
+from rorqual.config import EngineConfig
+from rorqual.distributed.mesh import Mesh
+from rorqual.layers.decoder import Placement
+from rorqual.layers.stacked_weight import StackedWeight
+from rorqual.loader.integer_quantization import IntegerQuantization, choose_integers
+from rorqual.loader.layer import Layer
+from rorqual.loader.weights import wanted_tensors
+from rorqual.models.registry import build_model, read_model_config
+from rorqual.platform import native_bfloat16, pick_device
+from rorqual.quantization.integer import IntegerFormat
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The answers to every "auto" of an EngineConfig, for one model on one machine."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantization: IntegerQuantization | None
+    """What is kept as integers; None if nothing is."""
+    weight_formats: tuple[str, ...]
+    """Number formats of the matrices, the one with the most values first: names of dtypes and quantised formats."""
+    kv_cache_dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int | None
+    block_size: int
+    enable_prefix_caching: bool
+    async_scheduling: bool
+    groups: tuple[GroupLayers, ...]
+    num_blocks: tuple[int, ...]
+    """Per cache group; () until the cache is sized, which on a GPU is after loading."""
+    num_parameters: int
+    """Values that loading fills."""
+    weight_bytes: int
+    """Memory of all weights once they are laid out."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return bytes_for_blocks(self.groups, self.num_blocks, block_size=self.block_size)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit the group with the most blocks."""
+        return max(self.num_blocks) * self.block_size
+
+
+def resolve(
+    config: EngineConfig, hf_config: Mapping[str, Any], stored: Mapping[str, IntegerFormat] | None = None
+) -> ResolvedConfig:
+    """Answer every "auto" but the cache's size. `stored` is a checkpoint's `integer_formats`.
+
+    Raises ValueError for what does not go together.
+    """
+    device = pick_device(config.device)
+    quantization = choose_integers(config.quantization, hf_config, stored or {}, dtype=config.dtype, device=device.type)
+    dtype = _pick_dtype(config.dtype, device, integers=quantization is not None)
+    kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        1024 if device.type == "cpu" else 8192, config.max_num_seqs or 0
+    )
+    max_num_seqs = config.max_num_seqs or min(256, max_num_batched_tokens)
+    trained_len = read_model_config(hf_config).max_position_embeddings
+    max_model_len = config.max_model_len or trained_len
+    if max_model_len > trained_len:
+        _log.warning("max_model_len %d is more than the %d tokens the model was made for", max_model_len, trained_len)
+    place = Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1, quantization=quantization)
+    sketch = build_model(hf_config, place)
+    assert isinstance(sketch, torch.nn.Module)
+    # A tied head takes no weights of its own from the checkpoint, but may be laid out anew for its product.
+    loaded = [tensor.shape for tensor in wanted_tensors(sketch).values()]
+    weight_bytes = sum(p.numel() * p.element_size() for p in sketch.parameters())
+    weight_bytes += sum(layer.integer_bytes() for layer in sketch.modules() if isinstance(layer, Layer))
+    _check_integers(sketch, config.quantization, dtype)
+    return ResolvedConfig(
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+        weight_formats=_weight_formats(sketch),
+        kv_cache_dtype=kv_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        block_size=config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling and device.type == "cuda",
+        groups=group_layers(sketch.kv_specs),
+        num_blocks=(),
+        num_parameters=sum(math.prod(shape) for shape in loaded),
+        weight_bytes=weight_bytes,
+    )
+
+
+def _pick_dtype(wanted: str, device: torch.device, *, integers: bool) -> torch.dtype:
+    if wanted == "auto":  # products of integers need no bfloat16 instructions
+        return torch.bfloat16 if integers or native_bfloat16(device) else torch.float32
+    if wanted == "float16" and device.type == "cpu":
+        raise ValueError("dtype 'float16' is not for the CPU, which computes it slowly: use bfloat16 or float32")
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def _weight_formats(model: torch.nn.Module) -> tuple[str, ...]:
+    """Number formats of the matrices that a model's layers hold, the one with the most values first."""
+    found: Counter[str] = Counter()
+    for layer in model.modules():
+        if isinstance(layer, StackedWeight):
+            found.update(layer.format_sizes())
+    return tuple(name for name, _ in found.most_common())
+
+
+def _check_integers(model: torch.nn.Module, wanted: str, dtype: torch.dtype) -> None:
+    """Say which matrices could not be kept as integers; an error if that is all of them and integers were asked for."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, StackedWeight)}
+    plain = [name for name, layer in layers.items() if layer.left_plain]
+    if not plain:
+        return
+    why = "their input features do not split into groups of 32, or they are merged with a matrix that is not quantised"
+    if wanted not in ("auto", "none") and not any(layer.integers for layer in layers.values()):
+        raise ValueError(
+            f"quantization {wanted!r} needs matrices with a multiple of 32 input features, and this model has none: "
+            "leave it at 'auto'"
+        )
+    _log.warning("%d matrices stay in %s, such as %s: %s", len(plain), dtype, plain[0], why)
+
+
+def _pick_kv_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    if wanted == "auto":
+        return dtype
+    picked: torch.dtype = torch.float8_e4m3fn if wanted.startswith("fp8") else getattr(torch, wanted)
+    return picked
