@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _AUTO_KV_BYTES_CPU = 4 << 30
 _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
-_OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "sparse_moe_block")
+_OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "fused_experts")
 """Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
 _GIB = 2**30
 

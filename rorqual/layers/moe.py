@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from rorqual.layers.linear import ReplicatedLinear
 from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
-from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts
+from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, allocate_experts, fused_experts
 from rorqual.quantization import QuantFormat
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -42,9 +42,23 @@ class Experts(Layer):
         rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
         formats = quantization.weight if quantization else None
         half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
+        inner = rows.stop - rows.start
+
+        def memory(out_features: int, in_features: int) -> Sequence[torch.Tensor | None]:
+            if formats is not None:
+                return [None] * num_experts
+            return allocate_experts(num_experts, out_features, in_features, dtype=dtype, device=device)
+
         self._gate_up = [
-            StackedWeight(hidden_size, [half, half], format=_some(formats, 3 * e, 2), dtype=dtype, device=device)
-            for e in range(num_experts)
+            StackedWeight(
+                hidden_size,
+                [half, half],
+                format=_some(formats, 3 * e, 2),
+                dtype=dtype,
+                device=device,
+                memory=kept,
+            )
+            for e, kept in enumerate(memory(2 * inner, hidden_size))
         ]
         self._down = [
             StackedWeight(
@@ -54,8 +68,9 @@ class Experts(Layer):
                 format=_some(formats, 3 * e + 2, 1),
                 dtype=dtype,
                 device=device,
+                memory=kept,
             )
-            for e in range(num_experts)
+            for e, kept in enumerate(memory(hidden_size, inner))
         ]
         self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
         self.activation = quantization.activation if quantization else None

@@ -42,6 +42,8 @@ class StackedWeight(Layer):
     With integer formats nothing is allocated: every part is kept as it comes, or rounded on its way in. Where a part
     has no such format, or its columns are not cut at edges of its groups, the whole weight is plain.
 
+    A plain weight is kept in `memory` [rows, columns] if that is given.
+
     It wants no tensors by itself: the layer that owns it, or is it, knows their names; see `wanted_parts`.
     """
 
@@ -54,6 +56,7 @@ class StackedWeight(Layer):
         format: QuantFormat | IntegerParts | None = None,
         dtype: torch.dtype,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -78,6 +81,9 @@ class StackedWeight(Layer):
                 kind.num_bytes((into.stop - into.start) * shape[1])
                 for kind, into in zip(self.integers, self._into, strict=True)
             )
+        elif format is None and memory is not None:
+            assert memory.shape == shape
+            self.weight = nn.Parameter(memory, requires_grad=False)
         elif format is None:
             self.weight = weight_parameter(*shape, dtype=dtype, device=device)
         else:

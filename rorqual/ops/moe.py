@@ -52,6 +52,17 @@ class ExpertWeights:
 
 
 @op
+def allocate_experts(
+    num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Uninitialised plain weights [out_features, in_features], one per expert, for `ExpertWeights`.
+
+    Kernels may want them in one piece of memory, so that they are never there twice.
+    """
+    return tuple(torch.empty((out_features, in_features), dtype=dtype, device=device) for _ in range(num_experts))
+
+
+@op
 def fused_experts(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
     """sum over a token's experts e of weight_e * down_e(silu_and_mul(gate_up_e(x))).
 

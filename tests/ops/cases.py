@@ -195,6 +195,10 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "quantize": QUANTIZE_CASES,
     "silu_and_mul": _GATE,
     "route_softmax": _ROUTE,
+    "allocate_experts": {
+        "some": lambda: ((3, 10, 6), {"dtype": BF16, "device": torch.device("cpu")}),
+        "one": lambda: ((1, 4, 8), {"dtype": torch.float32, "device": torch.device("cpu")}),
+    },
     "fused_experts": _EXPERTS,
     "gumbel_argmax": _DRAW,
     "row_max": _MAX,

@@ -32,6 +32,7 @@ POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
@@ -45,7 +46,7 @@ class Recorded:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, num_stages: int, launch_pdl: bool = False, **constants: Any) -> None:
             self.options = {"num_warps": num_warps, "num_stages": num_stages}
             self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
 

@@ -1,0 +1,266 @@
+"""Mixture of experts: the kernels behind ops/triton/moe.py.
+
+A pair is a (token, choice), numbered token * top_k + choice. Pairs are put in the order of their experts, and within an
+expert in their own; tiles of up to BLOCK_M rows cover that order, and none spans two experts. Nothing here knows on the
+host how many rows an expert has.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from rorqual.ops.triton._dependent_launch import wait_for_earlier_kernels
+from rorqual.ops.triton._interpreter import bound, dot
+from rorqual.ops.triton._number_formats import round_to
+
+_NOBODY = tl.constexpr(-(1 << 63))
+"""Below every key."""
+_LOW = tl.constexpr(0x7FFFFFFF)
+_FEW = tl.constexpr(32)
+"""Entries of the table of tiles that are written at once."""
+_AHEAD = tl.constexpr(8)
+"""Choices whose answers are read before the first is added."""
+
+
+@triton.jit
+def route_softmax_kernel(
+    logits,
+    expert_ids,
+    weights,
+    num_experts,
+    row_stride,
+    column_stride,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """One token: the softmax, and its largest TOP_K one after the other. Both outputs [num_tokens, TOP_K]."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, PADDED_EXPERTS)
+    there = expert < num_experts
+    wait_for_earlier_kernels()
+    at = logits + row * row_stride + expert * column_stride
+    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+    top = tl.max(logit, 0)
+    total = tl.sum(tl.exp(logit - top), 0)
+    # Integers in the order of (logit, then the lower number): NaN above all, as torch sorts, and -0 equal to 0.
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    bits = tl.where(logit != logit, _LOW, bits)
+    ordered = bits ^ ((bits >> 31) & _LOW)
+    key = tl.where(there, (ordered.to(tl.int64) << 32) | (expert ^ _LOW).to(tl.int64), _NOBODY)
+    choice = tl.arange(0, PADDED_K)
+    ids = tl.zeros((PADDED_K,), tl.int64)
+    shares = tl.zeros((PADDED_K,), tl.float32)
+    for i in range(TOP_K):
+        best = tl.max(key, 0)
+        key = tl.where(key == best, _NOBODY, key)
+        ids = tl.where(choice == i, (best & _LOW) ^ _LOW, ids)
+        found = (best >> 32).to(tl.int32)
+        value = (found ^ ((found >> 31) & _LOW)).to(tl.float32, bitcast=True)
+        shares = tl.where(choice == i, tl.exp(value - top) / total, shares)
+    if RENORMALIZE:
+        shares = shares / tl.sum(shares, 0)
+    tl.store(expert_ids + row * TOP_K + choice, ids, mask=choice < TOP_K)
+    tl.store(weights + row * TOP_K + choice, round_to(shares, weights.dtype.element_ty), mask=choice < TOP_K)
+
+
+@triton.jit
+def _experts_of(expert_ids, pair, num_pairs, num_experts):
+    """(ids as int32, whether they are experts) of some pairs."""
+    ids = tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1)
+    return ids.to(tl.int32), (ids >= 0) & (ids < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_kernel(expert_ids, counts, num_pairs, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """counts int32 [chunks, BINS]: how many of a chunk's pairs each expert has."""
+    wait_for_earlier_kernels()
+    chunk = tl.program_id(0)
+    ids, known = _experts_of(expert_ids, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, num_experts)
+    bins = tl.arange(0, BINS)
+    tl.store(counts + chunk * BINS + bins, tl.histogram(tl.where(known, ids, 0), BINS, mask=known))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles", "num_chunks"])
+def place_kernel(
+    expert_ids,
+    counts,
+    order,
+    tiles,
+    num_pairs,
+    num_experts,
+    max_tiles,
+    num_chunks,
+    COUNTED: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One expert's pairs of one chunk to their places in `order` int32 [num_pairs]; the first chunk's program also
+    writes the expert's tiles.
+
+    tiles int32 [3, max_tiles]: expert, first row and last row + 1; the expert of tiles that are not needed is -1.
+    counts is `count_kernel`'s, and not read if there is one chunk only. Where an id is no expert, rows are left over.
+    """
+    wait_for_earlier_kernels()
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids, known = _experts_of(expert_ids, pair, num_pairs, num_experts)
+    bins = tl.arange(0, BINS)
+    if COUNTED:
+        chunks = tl.arange(0, PADDED_CHUNKS)
+        at = counts + chunks[:, None] * BINS + bins[None, :]
+        table = tl.load(at, mask=(chunks < num_chunks)[:, None] & (bins >= 0)[None, :], other=0)
+        total = tl.sum(table, 0)
+        earlier = tl.sum(tl.load(counts + chunks * BINS + expert, mask=chunks < chunk, other=0), 0)
+    else:
+        total = tl.histogram(tl.where(known, ids, 0), BINS, mask=known)
+        earlier = 0
+    first = tl.sum(tl.where(bins < expert, total, 0), 0)
+    mine = ids == expert
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(order + first + earlier + place, pair, mask=mine)
+    if chunk == 0:
+        count = tl.sum(tl.where(bins == expert, total, 0), 0)
+        needed = (total + BLOCK_M - 1) // BLOCK_M
+        start = tl.sum(tl.where(bins < expert, needed, 0), 0)
+        own = (count + BLOCK_M - 1) // BLOCK_M
+        few = tl.arange(0, _FEW)
+        for i in range(0, bound(own), _FEW):
+            tile, here = i + few, i + few < own
+            row = first + tile * BLOCK_M
+            tl.store(tiles + start + tile, tl.zeros((_FEW,), tl.int32) + expert, mask=here)
+            tl.store(tiles + max_tiles + start + tile, row, mask=here)
+            tl.store(tiles + 2 * max_tiles + start + tile, tl.minimum(row + BLOCK_M, first + count), mask=here)
+        if expert == num_experts - 1:
+            for i in range(bound(start + own), bound(max_tiles), _FEW):
+                tl.store(tiles + i + few, tl.zeros((_FEW,), tl.int32) - 1, mask=i + few < max_tiles)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def experts_kernel(
+    x,
+    w,
+    out,
+    order,
+    tiles,
+    num_experts,
+    features,
+    K,
+    x_row,
+    top_k,
+    max_tiles,
+    GATED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A tile of rows of one expert times FEATURES output features of its weight.
+
+    GATED: x [num_tokens, K], w [num_experts, 2 * features, K] -> silu(gate) * up in out [num_pairs, features], whose
+    rows are in `order`; gate and up are rounded first, and so is silu. Else x is such an out, w [num_experts,
+    features, K], and out [num_pairs, features] has the pairs in their own order.
+
+    K is added up from first to last in one float32 accumulator, whatever the tile. FEATURES may be fewer than the
+    tile has room for (BLOCK_N, or half of it if GATED): the rest is neither read nor written. ONE_TOKEN: pairs are in
+    order as they are, one per tile, and tiles is their expert_ids. DEPENDENT: launched as `_dependent_launch` says, but
+    without letting the next kernel start, whose programs would lie unevenly between these.
+    """
+    if DEPENDENT:
+        gdc_wait()
+    parts = tl.cdiv(features, FEATURES)
+    # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
+    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    if ONE_TOKEN:
+        chosen = tl.load(tiles + tile)
+        expert = tl.where((chosen >= 0) & (chosen < num_experts), chosen, -1).to(tl.int32)
+        first, last = tile, tile + 1
+    else:
+        expert = tl.load(tiles + tile)
+        first, last = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    if expert < 0:
+        return
+    row = first + tl.arange(0, BLOCK_M)
+    here = row < last
+    pair = row if ONE_TOKEN else tl.load(order + row, mask=here, other=0)
+
+    line = tl.arange(0, BLOCK_N)
+    if GATED:  # eight lines of gate, eight of up: a thread of the tensor cores then has both of a feature
+        n = part * FEATURES + line // 16 * 8 + line % 8
+        weight_line, within = line // 8 % 2 * features + n, line // 16 * 8 + line % 8 < FEATURES
+        source, target, height = pair // top_k, row, 2 * features
+    else:
+        n = part * FEATURES + line
+        weight_line, within = n, line < FEATURES
+        source, target, height = row, pair, features
+    live = within & (n < features)
+    column = tl.arange(0, STEP)
+    x_at = x + source.to(tl.int64)[:, None] * x_row + column[None, :]
+    w_at = w + (expert.to(tl.int64) * height + weight_line)[:, None] * K + column[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, bound(K), STEP, num_stages=STAGES):
+        if EVEN_K:
+            x_tile = tl.load(x_at + k, mask=here[:, None], other=0.0)
+            w_tile = tl.load(w_at + k, mask=live[:, None], other=0.0)
+        else:
+            inside = (column < K - k)[None, :]
+            x_tile = tl.load(x_at + k, mask=here[:, None] & inside, other=0.0)
+            w_tile = tl.load(w_at + k, mask=live[:, None] & inside, other=0.0)
+        if WEIGHT_FIRST:
+            acc = dot(w_tile, tl.trans(x_tile), acc, PRECISION)
+        else:
+            acc = dot(x_tile, tl.trans(w_tile), acc, PRECISION)
+
+    dtype = out.dtype.element_ty
+    answer = round_to(acc, dtype)
+    if GATED:
+        if WEIGHT_FIRST:
+            halves = tl.permute(tl.reshape(answer, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+            gate, up = tl.split(halves)
+            gate, up = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M)), tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
+        else:
+            halves = tl.permute(tl.reshape(answer, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
+            gate, up = tl.split(halves)
+            gate, up = tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
+        gate = gate.to(tl.float32)
+        activated = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+        answer = round_to(activated * up.to(tl.float32), dtype)
+        line = tl.arange(0, BLOCK_N // 2)
+        n = part * FEATURES + line
+        live = (line < FEATURES) & (n < features)
+    far = target.to(tl.int64) * features
+    if WEIGHT_FIRST:
+        tl.store(out + far[None, :] + n[:, None], answer, mask=here[None, :] & live[:, None])
+    else:
+        tl.store(out + far[:, None] + n[None, :], answer, mask=here[:, None] & live[None, :])
+
+
+@triton.jit
+def combine_kernel(answers, weights, out, size, weight_row, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """out [num_tokens, size]: a token's answers [num_tokens * TOP_K, size] times their weights, added up in float32 in
+    the order of its choices, and rounded once."""
+    wait_for_earlier_kernels()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, TOP_K, _AHEAD):
+        for i in tl.static_range(_AHEAD):
+            choice = first + i
+            weight = tl.load(weights + token * weight_row + choice, mask=choice < TOP_K, other=0.0).to(tl.float32)
+            at = answers + (token * TOP_K + choice) * size + column
+            total += tl.load(at, mask=here & (choice < TOP_K), other=0.0).to(tl.float32) * weight
+    tl.store(out + token * size + column, round_to(total, out.dtype.element_ty), mask=here)

@@ -1,0 +1,338 @@
+"""Mixture of experts on NVIDIA GPUs: routing in one launch, the experts in three to five, and no number for the host.
+
+Pairs of (token, choice) are ordered by expert on the device, and products are launched for as many tiles as there
+could be: programs without one end at once. So a decode step can be recorded as a CUDA graph. Up to a few dozen rows per
+expert the products stream weights; tiles for more are for the tensor cores' full rate. All tiles of a dtype multiply
+with the same instructions and add K up in the same order, so that a token gets the same whatever its company.
+
+Experts are plain weights that lie one after the other, as `allocate_experts` makes them. Quantised ones would need
+their scales beside `w` in `experts_kernel`; until then they run as the reference does, expert by expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rorqual.ops.linear import Weight
+from rorqual.ops.moe import ExpertWeights, Routing, allocate_experts, fused_experts, route_softmax
+from rorqual.ops.triton import _moe_kernels
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
+from rorqual.ops.triton.launch import DEVICE, available, refuses
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_EXPERTS = 1024
+_CHUNK = 4096
+"""Pairs that a program orders: up to as many, one launch does."""
+
+
+class ExpertTile(NamedTuple):
+    """What one program computes: up to block_m rows, and features that take up to block_n lines of the weight (two for
+    each where gate and up are multiplied); with how many warps, and the stages of its loop."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    weight_first: bool = True
+    """Whether the weight is the tensor cores' first operand, which has 64 rows; the second may have 8."""
+
+
+class ExpertTiles(NamedTuple):
+    """Of both products."""
+
+    gate_up: ExpertTile
+    down: ExpertTile
+
+
+TILES: dict[int, ExpertTiles] = {
+    # All have four warps or more and at least 64 rows of their first operand (wgmma): mma may round differently.
+    4: ExpertTiles(ExpertTile(16, 64, 4, 6), ExpertTile(16, 64, 4, 6)),
+    16: ExpertTiles(ExpertTile(32, 64, 4, 5), ExpertTile(32, 64, 4, 5)),
+    64: ExpertTiles(ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4)),
+    128: ExpertTiles(ExpertTile(128, 256, 8, 4), ExpertTile(128, 128, 4, 3)),
+}
+"""The most rows per expert, on average, that tiles are taken for; the last are for all above."""
+_FLOAT32 = ExpertTiles(ExpertTile(16, 64, 4, 2), ExpertTile(16, 64, 4, 2))
+"""For tests mostly: exact products, without tensor cores."""
+_PROGRAMS = 240
+"""Programs that a product should have: about two for each multiprocessor."""
+
+
+class _Plan(NamedTuple):
+    """The experts as the kernels read them, or why they cannot."""
+
+    refusal: str | None
+    gate_up: torch.Tensor | None = None
+    """[num_experts, 2 * intermediate_size, hidden_size]."""
+    down: torch.Tensor | None = None
+    """[num_experts, hidden_size, intermediate_size]."""
+
+
+# --- weights
+
+
+def _refuse_allocation(
+    num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    if device.type != DEVICE or not available():
+        return f"is for tensors on {DEVICE}, got {device.type}"
+    return None
+
+
+@allocate_experts.impl("triton", refuse=_refuse_allocation)
+def allocate_experts_triton(
+    num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """One after the other, in one allocation."""
+    return torch.empty((num_experts, out_features, in_features), dtype=dtype, device=device).unbind()
+
+
+def _stacked(weights: tuple[Weight, ...]) -> torch.Tensor | str:
+    """Weights that lie one after the other as one tensor [num_experts, out_features, in_features]; or what is wrong."""
+    first = weights[0]
+    if not isinstance(first, torch.Tensor) or first.dim() != 2 or first.is_mkldnn:
+        return f"multiplies by plain weights only, got {type(first).__name__}"
+    size = first.numel() * first.element_size()
+    start, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    for number, weight in enumerate(weights):
+        if not (
+            isinstance(weight, torch.Tensor)
+            and weight.shape == first.shape
+            and weight.dtype == first.dtype
+            and weight.is_contiguous()
+            and weight.untyped_storage().data_ptr() == memory
+            and weight.data_ptr() == start + number * size
+        ):
+            return "needs experts of one shape that lie one after the other, as allocate_experts makes them"
+    return first.as_strided((len(weights), *first.shape), (first.numel(), first.shape[1], 1))
+
+
+def _plan_of(experts: ExpertWeights) -> _Plan:
+    plan: _Plan | None = experts.prepared.get("triton")
+    if plan is None:
+        plan = experts.prepared["triton"] = _make_plan(experts)
+    return plan
+
+
+def _make_plan(experts: ExpertWeights) -> _Plan:
+    if experts.activation is not None:
+        return _Plan(f"does not quantise its inputs to {experts.activation.name}")
+    if len(experts.gate_up) > _MOST_EXPERTS:
+        return _Plan(f"takes up to {_MOST_EXPERTS} experts, got {len(experts.gate_up)}")
+    gate_up, down = _stacked(experts.gate_up), _stacked(experts.down)
+    for found in (gate_up, down):
+        if isinstance(found, str):
+            return _Plan(found)
+    assert isinstance(gate_up, torch.Tensor)
+    assert isinstance(down, torch.Tensor)
+    if gate_up.dtype not in _DTYPES or gate_up.dtype != down.dtype:
+        return _Plan(f"needs weights in bfloat16, float16 or float32, got {gate_up.dtype} and {down.dtype}")
+    (_, double, hidden), (_, wide, inner) = gate_up.shape, down.shape
+    if double != 2 * inner or wide != hidden:
+        return _Plan(f"needs gate_up [2 n, m] and down [m, n], got {[double, hidden]} and {[wide, inner]}")
+    return _Plan(None, gate_up, down)
+
+
+# --- routing
+
+
+def _refuse_routing(router_logits: torch.Tensor, *, top_k: int, renormalize: bool) -> str | None:
+    if reason := refuses(router_logits):
+        return reason
+    num_experts = router_logits.shape[1]
+    if router_logits.dtype not in _DTYPES or num_experts > _MOST_EXPERTS:
+        wanted = f"bfloat16, float16 or float32 for up to {_MOST_EXPERTS} experts"
+        return f"needs {wanted}, got {router_logits.dtype} for {num_experts}"
+    return None if 0 < top_k <= num_experts else f"chooses 1 to {num_experts} experts, got {top_k}"
+
+
+@route_softmax.impl("triton", refuse=_refuse_routing)
+def route_softmax_triton(router_logits: torch.Tensor, *, top_k: int, renormalize: bool) -> Routing:
+    """One launch."""
+    num_tokens, num_experts = router_logits.shape
+    made = Routing(
+        torch.empty((num_tokens, top_k), dtype=torch.int64, device=router_logits.device),
+        torch.empty((num_tokens, top_k), dtype=router_logits.dtype, device=router_logits.device),
+    )
+    if num_tokens:
+        _moe_kernels.route_softmax_kernel[(num_tokens,)](
+            router_logits,
+            *made,
+            num_experts,
+            *router_logits.stride(),
+            TOP_K=top_k,
+            PADDED_K=_power_of_two(top_k),
+            PADDED_EXPERTS=_power_of_two(num_experts),
+            RENORMALIZE=renormalize,
+            num_warps=1 if num_experts <= 256 else 4,
+            launch_pdl=DEPENDENT_LAUNCH,
+        )
+    return made
+
+
+# --- experts
+
+
+def _refuse(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> str | None:
+    if reason := refuses(x, *routing):
+        return reason
+    plan = _plan_of(experts)
+    if plan.refusal is not None:
+        return plan.refusal
+    assert plan.gate_up is not None
+    if reason := refuses(plan.gate_up):
+        return reason
+    if x.dtype != plan.gate_up.dtype:
+        return f"needs x in the weights' dtype {plan.gate_up.dtype}, got {x.dtype}"
+    if x.shape != (routing.expert_ids.shape[0], hidden := plan.gate_up.shape[2]):
+        return f"needs rows of {hidden} values, one for each token that is routed, got {list(x.shape)}"
+    if routing.expert_ids.dtype is not torch.int64 or routing.weights.dtype not in _DTYPES:
+        return f"needs int64 ids and floating weights, got {routing.expert_ids.dtype} and {routing.weights.dtype}"
+    return None
+
+
+@fused_experts.impl("triton", refuse=_refuse)
+def fused_experts_triton(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+    """See the reference. What a token gets is undefined if one of its ids is no expert's; others do not notice."""
+    plan = _plan_of(experts)
+    assert plan.gate_up is not None
+    assert plan.down is not None
+    return multiply_experts(x, plan.gate_up, plan.down, routing)
+
+
+def tiles_for(dtype: torch.dtype, num_pairs: int, num_experts: int) -> ExpertTiles:
+    """The entry of TILES for so many rows."""
+    if dtype is torch.float32:
+        return _FLOAT32
+    return next((tiles for most, tiles in TILES.items() if num_pairs <= most * num_experts), TILES[max(TILES)])
+
+
+def multiply_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routing: Routing, tiles: ExpertTiles | None = None
+) -> torch.Tensor:
+    """`fused_experts` of experts [num_experts, 2 * intermediate, hidden] and [num_experts, hidden, intermediate]."""
+    num_tokens, top_k = routing.expert_ids.shape
+    (num_experts, hidden_size, inner_size), num_pairs = down.shape, num_tokens * top_k
+    out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    tiles = tiles or tiles_for(x.dtype, num_pairs, num_experts)
+    assert tiles.gate_up.block_m == tiles.down.block_m, "both products read one order"
+    x = x if x.stride(1) == 1 else x.contiguous()
+    expert_ids = routing.expert_ids.contiguous()
+    weights = routing.weights if routing.weights.stride(1) == 1 else routing.weights.contiguous()
+    order, table = (None, expert_ids) if num_tokens == 1 else _order(expert_ids, num_experts, tiles.gate_up.block_m)
+    hidden, answers = (torch.empty((num_pairs, n), dtype=x.dtype, device=x.device) for n in (inner_size, hidden_size))
+    _multiply(x, gate_up, hidden, order, table, top_k, tiles.gate_up, gated=True)
+    _multiply(hidden, down, answers, order, table, top_k, tiles.down, gated=False)
+    block = min(512, _power_of_two(hidden_size))
+    _moe_kernels.combine_kernel[num_tokens, -(-hidden_size // block)](
+        answers,
+        weights,
+        out,
+        hidden_size,
+        weights.stride(0),
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=2,
+        launch_pdl=DEPENDENT_LAUNCH,
+    )
+    return out
+
+
+def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """How many tiles pairs can need: as if as many experts as possible had one row more than whole tiles."""
+    busy = min(num_pairs, num_experts)
+    return busy + (num_pairs - busy) // block_m
+
+
+def _order(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs by expert, int32 [num_pairs], and the tiles, int32 [3, max_tiles], of `place_kernel`."""
+    num_pairs, device = expert_ids.numel(), expert_ids.device
+    max_tiles = most_tiles(num_pairs, num_experts, block_m)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, max_tiles), dtype=torch.int32, device=device)
+    bins = max(128, _power_of_two(num_experts))
+    chunk = min(_CHUNK, max(128, _power_of_two(num_pairs)))
+    chunks = -(-num_pairs // chunk)
+    options = {"BINS": bins, "CHUNK": chunk, "num_warps": 4 if chunk <= 1024 else 8, "launch_pdl": DEPENDENT_LAUNCH}
+    counts = order
+    if chunks > 1:
+        counts = torch.empty((chunks, bins), dtype=torch.int32, device=device)
+        _moe_kernels.count_kernel[(chunks,)](expert_ids, counts, num_pairs, num_experts, **options)
+    _moe_kernels.place_kernel[num_experts, chunks](
+        expert_ids,
+        counts,
+        order,
+        tiles,
+        num_pairs,
+        num_experts,
+        max_tiles,
+        chunks,
+        COUNTED=chunks > 1,
+        PADDED_CHUNKS=_power_of_two(chunks),
+        BLOCK_M=block_m,
+        **options,
+    )
+    return order, tiles
+
+
+def _multiply(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor | None,
+    table: torch.Tensor,
+    top_k: int,
+    tile: ExpertTile,
+    *,
+    gated: bool,
+) -> None:
+    """One product of `experts_kernel`; without an order, of one token, whose ids the table is."""
+    (num_pairs, features), columns = out.shape, w.shape[2]
+    max_tiles = num_pairs if order is None else table.shape[1]
+    together = _features_together(tile.block_n // 2 if gated else tile.block_n, features, max_tiles)
+    wide = x.dtype is torch.float32
+    step = 32 if wide else 64
+    _moe_kernels.experts_kernel[(max_tiles * -(-features // together),)](
+        x,
+        w,
+        out,
+        order,
+        table,
+        w.shape[0],
+        features,
+        columns,
+        x.stride(0),
+        top_k,
+        max_tiles,
+        GATED=gated,
+        ONE_TOKEN=order is None,
+        WEIGHT_FIRST=tile.weight_first,
+        PRECISION="ieee" if wide else None,
+        EVEN_K=columns % step == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        FEATURES=together,
+        STEP=step,
+        STAGES=tile.stages,
+        DEPENDENT=DEPENDENT_LAUNCH,
+        launch_pdl=DEPENDENT_LAUNCH,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _features_together(most: int, features: int, tiles: int) -> int:
+    """Features that a program computes: fewer than it could where there would be too few programs otherwise."""
+    for together in (most, most * 3 // 4, most // 2):
+        if tiles * -(-features // together) >= _PROGRAMS:
+            return together
+    return most // 2
+
+
+def _power_of_two(number: int) -> int:
+    """The lowest that is not less."""
+    return 1 << (number - 1).bit_length()

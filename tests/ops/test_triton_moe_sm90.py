@@ -1,0 +1,44 @@
+"""Every tile of the experts' products compiles for SM90, without a GPU: instructions, memory, no spilled registers."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rorqual.ops.triton.launch import INTERPRETING
+from tests.ops.test_triton_linear_sm90 import SHARED_MEMORY, Recorded, stack_bytes
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
+
+from rorqual.ops.triton import moe  # noqa: E402
+
+HIDDEN, INNER = 2048, 768
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
+@pytest.mark.parametrize("num_tokens", [1, 300])
+@pytest.mark.parametrize("most", moe.TILES)
+def test_tile_compiles_for_sm90(most, num_tokens, gated, monkeypatch, tmp_path):
+    kernel = Recorded(moe._moe_kernels.experts_kernel)
+    monkeypatch.setattr(moe, "_moe_kernels", SimpleNamespace(experts_kernel=kernel))
+    tile = moe.TILES[most].gate_up if gated else moe.TILES[most].down
+    columns, features = (HIDDEN, INNER) if gated else (INNER, HIDDEN)
+    x, out = (torch.zeros(8 * num_tokens, n, dtype=torch.bfloat16) for n in (columns, features))
+    weight = torch.empty(128, 2 * features if gated else features, columns, dtype=torch.bfloat16, device="meta")
+    if num_tokens == 1:
+        order, table = None, torch.zeros(1, 8, dtype=torch.int64)
+    else:
+        order, table = torch.zeros(8 * num_tokens, dtype=torch.int32), torch.zeros(3, 400, dtype=torch.int32)
+    moe._multiply(x, weight, out, order, table, 8, tile, gated=gated)
+    compiled = kernel.compiled()
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0
+    code = compiled.asm["ptx"]
+    assert "cp.async" in code  # read ahead
+    # One kind of instruction for all, so that a row gets the same from every tile.
+    assert re.search(rf"wgmma\S*m64n{tile.block_m}k16\S*bf16", code)
+    assert "mma.sync" not in code
