@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from rorqual.loader.layer import Layer, WantedTensor, weight_parameter
+from rorqual.loader.layer import Layer, WantedTensor, copy_into, weight_parameter
 from rorqual.loader.quantization_config import IntegerParts
 from rorqual.ops.linear import Weight, prepare_weight
 from rorqual.quantization import QTensor, QuantFormat
@@ -118,10 +118,16 @@ class StackedWeight(Layer):
                 yield from self._wanted_quantized(name, part, into, self._stored)
 
     def _wanted_plain(self, name: str, part: Part, into: slice) -> WantedTensor:
-        def copy(whole: torch.Tensor) -> None:
-            self.weight[into].copy_(whole[part.rows, self._columns])
+        def copy_rows(some: torch.Tensor, first: int) -> None:
+            start, stop = max(first, part.rows.start), min(first + len(some), part.rows.stop)
+            if start < stop:
+                at = into.start + start - part.rows.start
+                copy_into(self.weight[at : at + stop - start], some[start - first : stop - first, self._columns])
 
-        return WantedTensor(name, (part.out_features, self.in_features), copy)
+        def copy(whole: torch.Tensor) -> None:
+            copy_rows(whole, 0)
+
+        return WantedTensor(name, (part.out_features, self.in_features), copy, copy_rows)
 
     def _wanted_integers(self, name: str, part: Part, index: int) -> WantedTensor:
         format, dynamic = self.integers[index], self._dynamic

@@ -11,6 +11,7 @@ from rorqual.loader.json_file import read_generation_config, read_json_object
 if TYPE_CHECKING:
     import torch
 
+    from rorqual.loader.stored_tensor import StoredTensor
     from rorqual.quantization.gguf_blocks import BlockMatrix
     from rorqual.quantization.integer import IntegerFormat
 
@@ -42,6 +43,10 @@ class Checkpoint(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the CPU in its stored dtype (quantised GGUF: as float32). May be called from several threads."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where a tensor can be read as it is; None if only `load` knows how to."""
         ...
 
     def load_blocks(self, name: str) -> BlockMatrix:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rorqual.loader.stored_tensor import StoredTensor
 from rorqual.quantization import QTensor, encode_e2m1, encode_e4m3, pack_e2m1
 from rorqual.quantization.gguf_blocks import BlockMatrix
 from rorqual.quantization.integer import IntegerFormat, IntegerWeight
@@ -51,6 +52,10 @@ class DummyCheckpoint:
         raise KeyError(name)
 
     def load(self, name: str) -> torch.Tensor:
+        """Never answers: there are no tensors."""
+        raise KeyError(name)
+
+    def stored(self, name: str) -> StoredTensor | None:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 

@@ -16,6 +16,7 @@ from rorqual.loader.gguf_file import GGUFFile, StoredType, TensorInfo, read_meta
 if TYPE_CHECKING:
     import torch
 
+    from rorqual.loader.stored_tensor import StoredTensor
     from rorqual.quantization.gguf_blocks import BlockMatrix
     from rorqual.quantization.integer import IntegerFormat
 
@@ -121,6 +122,10 @@ class GGUFCheckpoint:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[raw.type.name]
             values = torch.from_numpy(raw.data.reshape(-1)).view(dtype)
         return values.view(raw.shape)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Nowhere: rows lie in another order, or as blocks."""
+        return None
 
     def load_blocks(self, name: str) -> BlockMatrix:
         """One of `integer_formats` as it is stored: mapped, unless its rows have another order in the file."""

@@ -23,6 +23,9 @@ class WantedTensor(NamedTuple):
     copy: Callable[[torch.Tensor], None]
     """Copies this rank's part of the whole tensor into the layer. Raises ValueError or TypeError for values or a dtype
     that the layer cannot hold."""
+    copy_rows: Callable[[torch.Tensor, int], None] | None = None
+    """Copies this rank's part of some rows of the tensor, from the one of that number on. What is in pinned memory is
+    only on its way when it returns."""
     aliases: tuple[str, ...] = ()
     """Other full names that checkpoints give it; exactly one of all is there."""
     format: IntegerFormat | None = None
@@ -55,6 +58,13 @@ class Layer(nn.Module):
 def sibling(prefix: str, name: str) -> str:
     """The checkpoint name of a module beside `prefix`: for layers that merge several of the checkpoint's."""
     return f"{prefix.rpartition('.')[0]}.{name}" if "." in prefix else name
+
+
+def copy_into(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values of any dtype into a weight; what lies in pinned memory, by the current stream, without waiting."""
+    if values.dtype != weight.dtype:
+        values = values.to(weight.device, non_blocking=True)  # to convert them there
+    weight.copy_(values, non_blocking=True)
 
 
 def weight_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rorqual.loader.json_file import read_generation_config, read_json_object
+from rorqual.loader.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     import torch
+
+    Header = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+    """(bytes before the first value, dtype, shape) of every tensor in a file."""
 
     from rorqual.quantization.gguf_blocks import BlockMatrix
     from rorqual.quantization.integer import IntegerFormat
@@ -44,6 +50,8 @@ class SafetensorsCheckpoint:
             self._files = _open_all(folder, _unindexed_files(folder))
             weight_map = _names_of(folder, self._files)
         self._file_of = weight_map
+        self._headers: dict[str, Header] = {}
+        self._lock = threading.Lock()
         self.size_bytes = sum(_data_bytes(folder / name) for name in self._files)
 
     def names(self) -> Collection[str]:
@@ -58,6 +66,15 @@ class SafetensorsCheckpoint:
         """A tensor on the CPU in its stored dtype, mapped from the file where possible."""
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where a tensor lies in its file."""
+        file = self._file_of[name]
+        with self._lock:
+            if file not in self._headers:
+                self._headers[file] = _read_header(self.path / file)
+        found = self._headers[file].get(name)
+        return None if found is None else StoredTensor(self.path / file, *found)
 
     def load_blocks(self, name: str) -> BlockMatrix:
         """Never answers: nothing is stored so."""
@@ -145,3 +162,30 @@ def _data_bytes(path: Path) -> int:
     """Size of the tensors: what follows the header, whose own size is the first eight bytes."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def _read_header(path: Path) -> Header:
+    """Where the tensors of an opened file lie; those of dtypes that torch has no plain one for are left out."""
+    import torch
+
+    dtypes = {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    }
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    return {
+        name: (8 + length + entry["data_offsets"][0], dtypes[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in entries.items()
+        if name != "__metadata__" and entry["dtype"] in dtypes
+    }

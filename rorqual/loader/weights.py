@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.dummy import dummy_integers, fill_dummy, fill_dummy_quantized
 from rorqual.loader.layer import Layer, WantedTensor
+from rorqual.loader.staging import Lane, Staging
 from rorqual.ops.split_blocks import split_blocks
 
 _log = logging.getLogger(__name__)
@@ -48,8 +50,11 @@ def load_weights(
     num_threads: int,
     on_tensor: Callable[[int], object] = lambda _values: None,
     prepare: bool = False,
+    staging: Staging | None = None,
 ) -> None:
     """Fill the model from the checkpoint. `on_tensor` is told the number of values in each tensor that is done.
+
+    With `staging`, plain tensors go to its device through its buffers; without, each is copied from where it is mapped.
 
     What a layer keeps in the integer format that the checkpoint stores goes there as it is, never as floats. With
     `prepare`, a layer is laid out as soon as it is filled, as `prepare_weights` does it later: so only few layers are
@@ -71,24 +76,27 @@ def load_weights(
     _warn_untied(checkpoint, names, tied_tensors)
 
     def fill(layer: Layer) -> list[int]:
-        for name, tensor in filled[layer].items():
-            try:
-                _hand_over(checkpoint, name, tensor)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
-        if prepare:
-            prepare_weights(layer)
+        with nullcontext() if staging is None else staging.lane() as lane:
+            for name, tensor in filled[layer].items():
+                try:
+                    _hand_over(checkpoint, name, tensor, lane)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
+            if prepare:
+                prepare_weights(layer)
         return [math.prod(tensor.shape) for tensor in filled[layer].values()]
 
     # Each thread fills whole layers by itself: with teams below them, threads would wait for each other's cores.
     torch_threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for sizes in pool.map(fill, filled):
+            for sizes in pool.map(fill, _in_order(filled, num_threads)):
                 for num_values in sizes:
                     on_tensor(num_values)
     finally:
         torch.set_num_threads(torch_threads)
+    if staging is not None:
+        staging.wait()
     if prepare:  # those that read what others were filled with
         done = {module for layer in filled for module in layer.modules()}
         for module in model.modules():
@@ -99,10 +107,20 @@ def load_weights(
                 checkpoint.release(name)
 
 
-def _hand_over(checkpoint: Checkpoint, name: str, tensor: WantedTensor) -> None:
+def _in_order(filled: Mapping[Layer, Mapping[str, WantedTensor]], num_threads: int) -> list[Layer]:
+    """As they lie in the files, but first those for which the other threads would have to wait in the end."""
+    sizes = {layer: sum(math.prod(want.shape) for want in wanted.values()) for layer, wanted in filled.items()}
+    large = sum(sizes.values()) / (2 * num_threads)
+    return sorted(filled, key=lambda layer: sizes[layer] <= large)
+
+
+def _hand_over(checkpoint: Checkpoint, name: str, tensor: WantedTensor, lane: Lane | None) -> None:
     """Give a layer one tensor, in the most compact form that it takes."""
     if tensor.format is None or checkpoint.integer_formats.get(name) != tensor.format:
-        tensor.copy(checkpoint.load(name))
+        if lane is None:
+            tensor.copy(checkpoint.load(name))
+        else:
+            lane.hand_over(checkpoint.stored(name) or checkpoint.load(name), tensor)
     elif tensor.keep_blocks is not None:
         tensor.keep_blocks(checkpoint.load_blocks(name))
     else:
