@@ -1,40 +1,17 @@
-"""Timing on a GPU, shared by the benchmarks: calls in turn inside a CUDA graph, and what a plain copy reaches."""
+"""Timing on a GPU, shared by the benchmarks: `graph_us` is the package's, and what a plain copy reaches."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-L2_BYTES = 60 << 20
+from rorqual.engine.device_timing import CACHE_BYTES, graph_us
+
+__all__ = ["L2_BYTES", "copy_bytes_per_us", "graph_us"]
+
+L2_BYTES = CACHE_BYTES["cuda"]
 """Second-level cache of the largest GPU measured: inputs that take turns should be larger together."""
-
-
-def graph_us(calls: list[Callable[[], Any]], *, replays: int = 15) -> float:
-    """Median microseconds of one call, over replays of a graph that makes all of them in turn."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-            call()
-    torch.cuda.synchronize()
-    repeats = max(1, 24 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
-    return statistics.median(times[3:])
 
 
 def copy_bytes_per_us() -> float:

@@ -43,11 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def commands() -> dict[tuple[str, ...], Command]:
     """Every command by its words, in the order of --help."""
-    from rorqual.cli import bench, chat, collect_env, generate, models, ops
+    from rorqual.cli import bench, bench_kernels, chat, collect_env, generate, models, ops
 
     talk = (generate.COMMAND, chat.COMMAND, models.LIST, models.PULL)
-    look = (bench.THROUGHPUT, ops.COMMAND, collect_env.COMMAND)
-    return {command.words: command for command in (*talk, *look)}
+    measure = (bench.THROUGHPUT, bench.LATENCY, bench.PREFILL, bench_kernels.COMMAND)
+    look = (ops.COMMAND, collect_env.COMMAND)
+    return {command.words: command for command in (*talk, *measure, *look)}
 
 
 def _run(typed: list[str]) -> int:

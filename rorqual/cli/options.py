@@ -26,6 +26,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "threads": ("-t",),
     "max_tokens": ("--max-new-tokens",),
     "quiet": ("-q",),
+    "json_out": ("--json",),
 }
 """Other engines' and short spellings, by field."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rorqual.config import EngineConfig
@@ -29,6 +30,14 @@ class OpVerdict(NamedTuple):
     """"used", "ok" (would take it, a better one does), or the sentence with which it refuses."""
 
 
+def first_layers(hf_config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The keys of a config.json that make it the model's first layers alone."""
+    changes: dict[str, Any] = {"num_hidden_layers": count}
+    if isinstance(hf_config.get("layer_types"), list):
+        changes["layer_types"] = hf_config["layer_types"][:count]
+    return changes
+
+
 def op_report(config: EngineConfig) -> list[OpVerdict]:
     """Run prompts and decode steps through two layers of the model with made-up weights; what each op answered.
 
@@ -36,9 +45,7 @@ def op_report(config: EngineConfig) -> list[OpVerdict]:
     gets one row for each answer. Raises ValueError as the engine does.
     """
     hf_config = open_checkpoint(resolve_model(config.model, revision=config.revision), load_format="dummy").config
-    small: dict[str, Any] = {"num_hidden_layers": _NUM_LAYERS}
-    if isinstance(hf_config.get("layer_types"), list):
-        small["layer_types"] = hf_config["layer_types"][:_NUM_LAYERS]
+    small = first_layers(hf_config, _NUM_LAYERS)
     if hf_config.get("vocab_size", 0) > _LARGEST_VOCABULARY:
         small["vocab_size"] = _LARGEST_VOCABULARY
     changes = {

@@ -16,7 +16,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +76,8 @@ class Op(Generic[P, R]):
         for tell in _watchers:
             verdicts = self.explain(*args, **kwargs)
             tell(self, next(backend for backend, verdict in verdicts.items() if verdict == "ok"), verdicts)
+        if _arounds:
+            return cast(R, _arounds[-1](self, self.choose(*args, **kwargs), args, kwargs))
         for known in self.impls:  # as `choose`, without its call: a decode step comes by here hundreds of times
             if known.refuse(*args, **kwargs) is None:
                 return known.fn(*args, **kwargs)
@@ -98,6 +100,22 @@ def watch(tell: Watcher) -> Iterator[None]:
         yield
     finally:
         _watchers.remove(tell)
+
+
+Around = Callable[[Op[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_arounds: list[Around] = []
+
+
+@contextmanager
+def around(run: Around) -> Iterator[None]:
+    """While the block runs, every call of an op is run(op, the function chosen for it, args, kwargs); the innermost
+    block's run counts.
+    """
+    _arounds.append(run)
+    try:
+        yield
+    finally:
+        _arounds.pop()
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

@@ -49,8 +49,10 @@ class LLM:
         self.asked = []
         self.engine = SimpleNamespace(
             banner=lambda: BANNER,
-            stats=SimpleNamespace(seconds={}, num_steps=0, num_prompt_tokens=0, num_output_tokens=0),
-            resolved=SimpleNamespace(max_model_len=self.max_model_len),
+            stats=SimpleNamespace(
+                seconds={}, num_steps=0, num_prompt_tokens=0, num_output_tokens=0, num_cached_tokens=0
+            ),
+            resolved=SimpleNamespace(max_model_len=self.max_model_len, max_num_seqs=8, max_num_batched_tokens=64),
             vocab_size=128,
         )
         type(self).made.append(self)
@@ -80,6 +82,7 @@ class LLM:
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        prompts = [p["prompt_token_ids"] if isinstance(p, dict) else p for p in prompts]
         ids = [p if isinstance(p, list) else [ord(c) for c in p] for p in prompts]
         return [self._output(n, i, p) for n, (i, p) in enumerate(zip(ids, params, strict=True))]
 

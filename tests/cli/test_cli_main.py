@@ -23,7 +23,16 @@ def test_version(rorqual):
 def test_overview_lists_every_command_and_no_command_is_a_mistake(rorqual):
     code, out, err = rorqual("--help")
     assert (code, err) == (0, "")
-    for words in ("generate", "chat", "models", "models pull", "bench throughput", "ops", "collect-env"):
+    for words in (
+        "generate",
+        "chat",
+        "models",
+        "models pull",
+        "bench throughput",
+        "bench kernels",
+        "ops",
+        "collect-env",
+    ):
         assert f"\n  {words} " in out
     code, nothing, err = rorqual()
     assert (code, nothing, err) == (2, "", out)
@@ -33,7 +42,10 @@ def test_overview_lists_every_command_and_no_command_is_a_mistake(rorqual):
     ("typed", "said"),
     [
         (["generat"], "unknown command 'generat': did you mean 'generate'?"),
-        (["bench", "latency"], "unknown command 'bench latency': allowed: bench throughput"),
+        (
+            ["bench", "speed"],
+            "unknown command 'bench speed': allowed: bench throughput, bench latency, bench prefill, bench kernels",
+        ),
         (["bench"], "allowed: bench throughput"),
         (["--model", "x", "generate"], "options come after the command, got '--model' first"),
         (["models", "pul", "x"], "unexpected argument 'pul'"),
@@ -50,6 +62,7 @@ def test_help_of_a_group_lists_its_commands(rorqual):
     code, out, _ = rorqual("bench", "--help")
     assert code == 0
     assert "bench throughput" in out
+    assert "bench latency" in out
     assert "collect-env" not in out
 
 

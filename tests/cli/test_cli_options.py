@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rorqual.cli import bench, chat, collect_env, generate, options
+from rorqual.cli import bench, bench_kernels, chat, collect_env, generate, options
 from rorqual.cli.main import commands
 from rorqual.config import EngineConfig
 from rorqual.sampling_params import SamplingParams
@@ -243,5 +243,6 @@ def test_own_options_of_commands_have_variables_too(rorqual, llm_class, monkeypa
 
 
 def test_options_of_a_command_are_models():
-    for model in (generate.GenerateOptions, chat.ChatOptions, bench.ThroughputOptions, collect_env.CollectEnvOptions):
+    benches = (bench.ThroughputOptions, bench.LatencyOptions, bench.PrefillOptions, bench_kernels.KernelsOptions)
+    for model in (generate.GenerateOptions, chat.ChatOptions, *benches, collect_env.CollectEnvOptions):
         assert all(field.description for field in model.model_fields.values())

@@ -1,0 +1,235 @@
+"""What a model must read and multiply for a piece of work, and how long that takes at least on a machine.
+
+Counted from the model's layers, without running any: each step reads every weight once (of a mixture of experts, those
+that its tokens choose), each token multiplies with every weight that it meets, and attention reads the keys and values
+that a query sees. Activations are not counted: they fit the caches of a chip. So nothing that computes the same can be
+faster, except where weights stay in a cache between steps, or one step's reading hides behind another's products.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rorqual.cache.spec import KVSpec
+from rorqual.distributed.mesh import Mesh
+from rorqual.engine.resolved_config import ResolvedConfig
+from rorqual.layers.decoder import Placement, SelfAttention
+from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from rorqual.layers.moe import SparseMoE
+from rorqual.layers.stacked_weight import StackedWeight
+from rorqual.loader.layer import Layer
+from rorqual.models.registry import build_model
+
+if TYPE_CHECKING:
+    from rorqual.engine.resolved_config import ResolvedConfig
+
+
+class Work(NamedTuple):
+    """Bytes that must move and operations that must be done; a multiplication and an addition are two."""
+
+    num_bytes: float
+    flops: float
+
+
+class Limits(NamedTuple):
+    """What a device reaches at most."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, work: Work) -> float:
+        """The least time for work whose reading and computing overlap."""
+        return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
+
+
+class AttentionCost(NamedTuple):
+    """Layers of one kind of attention."""
+
+    num_layers: int
+    num_heads: int
+    spec: KVSpec
+
+    def work(self, visible: int, stored: int) -> Work:
+        """`visible`: keys that all queries see together; `stored`: tokens whose keys and values move, in or out."""
+        num_bytes = self.num_layers * self.spec.bytes_per_token() * stored
+        return Work(num_bytes, self.num_layers * 4 * self.num_heads * self.spec.head_dim * visible)
+
+
+class ExpertsCost(NamedTuple):
+    """Layers of one kind of mixture of experts."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    bytes_per_expert: float
+    values_per_expert: float
+
+    def expected_experts(self, num_tokens: float) -> float:
+        """How many experts of a layer so many tokens choose, if each is as likely as any other for every token."""
+        return float(self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """A model's sizes, as far as its speed depends on them."""
+
+    dense_bytes: int
+    """Weights that every step reads: projections, dense feed-forward blocks, routers, norms."""
+    dense_values: int
+    """Of them, those that every token is multiplied with."""
+    head_bytes: int
+    """The language-model head, the embedding's table if they are tied."""
+    head_values: int
+    attention: tuple[AttentionCost, ...]
+    experts: tuple[ExpertsCost, ...]
+
+    def weights(self, num_tokens: float, num_logits: float, *, num_steps: int = 1) -> Work:
+        """The products of tokens and logits that are shared out evenly over steps."""
+        num_bytes = float(num_steps * self.dense_bytes) + (self.head_bytes if num_logits else 0)
+        flops = 2.0 * num_tokens * self.dense_values + 2.0 * num_logits * self.head_values
+        for kind in self.experts:
+            hit = num_steps * kind.expected_experts(num_tokens / num_steps)
+            num_bytes += kind.num_layers * hit * kind.bytes_per_expert
+            flops += 2.0 * num_tokens * kind.num_layers * kind.top_k * kind.values_per_expert
+        return Work(num_bytes, flops)
+
+    def decode_step(self, contexts: Sequence[int] | NDArray[np.int64]) -> Work:
+        """One token for each sequence; `contexts` are the keys that each query sees, itself included."""
+        work = self.weights(len(contexts), len(contexts))
+        sizes = np.asarray(contexts, np.int64)
+        for kind in self.attention:
+            window = kind.spec.sliding_window
+            visible = int((sizes if window is None else np.minimum(sizes, window)).sum())
+            work = _sum(work, kind.work(visible, visible))
+        return work
+
+    def prefill(self, prompt_lens: Sequence[int], *, num_steps: int = 1) -> Work:
+        """Whole prompts in so many steps, with the logits of each one's last token."""
+        work = self.weights(sum(prompt_lens), len(prompt_lens), num_steps=num_steps)
+        for kind in self.attention:
+            visible = sum(visible_keys(length, kind.spec.sliding_window) for length in prompt_lens)
+            work = _sum(work, kind.work(visible, sum(prompt_lens)))
+        return work
+
+
+class Floor(NamedTuple):
+    """The least work and time for a set of requests."""
+
+    prefill: Work
+    decode: Work
+    prefill_s: float
+    decode_s: float
+    num_decode_steps: int
+
+    @property
+    def total_s(self) -> float:
+        """Prompts, then decoding."""
+        return self.prefill_s + self.decode_s
+
+
+def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelCost:
+    """Count a model, held in the formats that an engine has settled on. Allocates nothing."""
+    place = Placement(
+        Mesh.single(),
+        resolved.dtype,
+        torch.device("meta"),
+        resolved.kv_cache_dtype,
+        1,
+        quantization=resolved.quantization,
+    )
+    model = build_model(hf_config, place)
+    assert isinstance(model, torch.nn.Module)
+    attention: Counter[tuple[int, KVSpec]] = Counter()
+    experts: Counter[tuple[int, int, float, float]] = Counter()
+    inside_experts: set[torch.nn.Module] = set()
+    dense_bytes = dense_values = head_bytes = head_values = 0
+    for module in model.modules():  # parents come before their children
+        if module in inside_experts or isinstance(module, VocabParallelEmbedding):
+            continue
+        if isinstance(module, ParallelLMHead):
+            head_bytes, head_values = _bytes_of(module), _values_of(module)
+            continue
+        if isinstance(module, SelfAttention):
+            attention[module.qkv_proj.num_heads, module.spec] += 1
+        elif isinstance(module, SparseMoE):
+            parts, count = set(module.experts.modules()), module.gate.num_rows
+            num_bytes, num_values = (sum(map(of, parts)) / count for of in (_bytes_of, _values_of))
+            experts[count, module.top_k, num_bytes, num_values] += 1
+            inside_experts |= parts
+        dense_bytes += _bytes_of(module)
+        dense_values += _values_of(module)
+    return ModelCost(
+        dense_bytes=dense_bytes,
+        dense_values=dense_values,
+        head_bytes=head_bytes,
+        head_values=head_values,
+        attention=tuple(AttentionCost(layers, *kind) for kind, layers in attention.items()),
+        experts=tuple(ExpertsCost(layers, *kind) for kind, layers in experts.items()),
+    )
+
+
+def workload_floor(
+    cost: ModelCost,
+    limits: Limits,
+    prompt_lens: Sequence[int],
+    output_lens: Sequence[int],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> Floor:
+    """The floor of requests that are all there at the start and share no prefix.
+
+    Prompts take as few steps as their tokens allow, and give each request its first token. Then every sequence decodes
+    in every step from when one of max_num_seqs places is free for it. Each part takes the longer of its reading and its
+    computing, a decode step for itself.
+    """
+    num_steps = -(-sum(prompt_lens) // max_num_batched_tokens)
+    prefill = cost.prefill(prompt_lens, num_steps=num_steps)
+    starts, ends = _places(output_lens, max_num_seqs)
+    first_contexts = np.asarray(prompt_lens, np.int64) + 1
+    decode, decode_s, num_decode_steps = Work(0.0, 0.0), 0.0, int(ends.max())
+    for step in range(num_decode_steps):
+        running = (starts <= step) & (step < ends)
+        work = cost.decode_step((first_contexts + (step - starts))[running])
+        decode, decode_s = _sum(decode, work), decode_s + limits.seconds(work)
+    return Floor(prefill, decode, limits.seconds(prefill), decode_s, num_decode_steps)
+
+
+def _places(output_lens: Sequence[int], max_num_seqs: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The decode steps [start, end) of each sequence, in order, as places become free."""
+    free_at = [0] * min(max_num_seqs, len(output_lens))
+    starts = np.zeros(len(output_lens), np.int64)
+    ends = np.zeros_like(starts)
+    for i, length in enumerate(output_lens):
+        starts[i] = heapq.heappop(free_at)
+        ends[i] = starts[i] + length - 1  # the first token came with the prompt
+        heapq.heappush(free_at, int(ends[i]))
+    return starts, ends
+
+
+def visible_keys(length: int, window: int | None) -> int:
+    """Keys that all tokens of a prompt see together: token i sees i + 1, or the window."""
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def _sum(one: Work, other: Work) -> Work:
+    return Work(one.num_bytes + other.num_bytes, one.flops + other.flops)
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    """Bytes of a module's own weights, without its children's."""
+    plain = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return plain + (module.integer_bytes() if isinstance(module, Layer) else 0)
+
+
+def _values_of(module: torch.nn.Module) -> int:
+    return sum(module.format_sizes().values()) if isinstance(module, StackedWeight) else 0
