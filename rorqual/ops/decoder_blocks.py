@@ -14,11 +14,11 @@ import torch
 
 from rorqual.batch import Batch
 from rorqual.ops.attention import paged_attention
+from rorqual.ops.gated_linear import gated_linear
 from rorqual.ops.linear import linear
 from rorqual.ops.registry import op
 from rorqual.ops.rms_norm import rms_norm
 from rorqual.ops.rope import rotary_embedding
-from rorqual.ops.silu_and_mul import silu_and_mul
 from rorqual.ops.store_kvcache import LayerKV, store_kvcache
 from rorqual.quantization import QTensor
 
@@ -98,6 +98,42 @@ def add_norm(hidden: torch.Tensor, residual: torch.Tensor | None, norm: Norm) ->
 
 
 @op
+def rotate_and_store(
+    qkv: torch.Tensor,
+    batch: Batch,
+    cache: LayerKV,
+    *,
+    num_heads: int,
+    rotation: Rotation,
+    query_norm: Norm | None = None,
+    key_norm: Norm | None = None,
+) -> torch.Tensor:
+    """Normalise (if there are norms, then of both) and rotate query and key heads, and write keys and values into the
+    cache, where the batch's slots say.
+
+    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim], query then key then value, may be overwritten. Each stage
+    rounds to its dtype. Returns the query heads [num_tokens, num_heads, head_dim].
+    """
+    num_kv_heads = cache.key.shape[2]
+    qk, value = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+    query, key = qk[:, :num_heads], qk[:, num_heads:]
+    turn: dict[str, Any] = {
+        "interleaved": rotation.interleaved,
+        "offset": rotation.offset,
+        "inplace": True,
+        "scratch": batch.scratch,
+    }
+    if query_norm is not None and key_norm is not None:
+        query, key = _norm(query, query_norm), _norm(key, key_norm)
+        rotary_embedding(query, batch.positions, rotation.cos_sin, key=key, **turn)
+    else:  # query and key heads lie side by side: together they are one tensor
+        rotary_embedding(qk, batch.positions, rotation.cos_sin, **turn)
+    slots = batch.caches[cache.group].slot_mapping
+    store_kvcache(key, value, cache.key, cache.value, slots, scratch=batch.scratch)
+    return query
+
+
+@op
 def attention_block(
     hidden: torch.Tensor, residual: torch.Tensor | None, block: AttentionBlock, batch: Batch, cache: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,29 +144,22 @@ def attention_block(
     normalised (if the block has such norms) and rotated.
     """
     normed, total = add_norm(hidden, residual, block.norm)
-    heads, kv_heads = block.num_heads, block.num_kv_heads
-    qkv = block.qkv(normed).view(normed.shape[0], heads + 2 * kv_heads, block.head_dim)
-    qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    query, key = qk[:, :heads], qk[:, heads:]
-    turn: dict[str, Any] = {
-        "interleaved": block.rotation.interleaved,
-        "offset": block.rotation.offset,
-        "inplace": True,
-        "scratch": batch.scratch,
-    }
-    if block.query_norm is not None and block.key_norm is not None:
-        query, key = _norm(query, block.query_norm), _norm(key, block.key_norm)
-        rotary_embedding(query, batch.positions, block.rotation.cos_sin, key=key, **turn)
-    else:  # query and key heads lie side by side: together they are one tensor
-        rotary_embedding(qk, batch.positions, block.rotation.cos_sin, **turn)
-    view = batch.caches[cache.group]
-    store_kvcache(key, value, cache.key, cache.value, view.slot_mapping, scratch=batch.scratch)
+    qkv = block.qkv(normed).view(normed.shape[0], block.num_heads + 2 * block.num_kv_heads, block.head_dim)
+    query = rotate_and_store(
+        qkv,
+        batch,
+        cache,
+        num_heads=block.num_heads,
+        rotation=block.rotation,
+        query_norm=block.query_norm,
+        key_norm=block.key_norm,
+    )
     attended = paged_attention(
         query,
         cache.key,
         cache.value,
         batch,
-        view.block_tables,
+        batch.caches[cache.group].block_tables,
         scale=block.scale,
         sliding_window=block.sliding_window,
     )
@@ -143,4 +172,5 @@ def gated_mlp_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(down(silu(gate(norm(s))) * up(norm(s))), s) of s = hidden + residual, rounded. All [num_tokens, hidden_size]."""
     normed, total = add_norm(hidden, residual, block.norm)
-    return block.down(silu_and_mul(block.gate_up(normed))), total
+    gate_up = block.gate_up
+    return block.down(gated_linear(normed, gate_up.weight, gate_up.bias, **gate_up.options)), total

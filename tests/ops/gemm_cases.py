@@ -91,8 +91,18 @@ GEMM_NOT_FOR_ONEDNN = {case for case in GEMM_CASES if _is_not_for_onednn(case)}
 """Refused on CPU: other outputs, a float32 bias, blocks of 128 columns that end within a row."""
 
 _ANOTHER_DTYPE = "weight_only_float32"
-NOT_FOR_TRITON = {*PLAIN, *(f"{name}_{_ANOTHER_DTYPE}" for name in FORMATS), "mxfp8_tile_slice"}
-"""Plain weights, float32 beside a weight that is decoded to bfloat16, and blocks of 16 columns."""
+_MORE_ROWS = {"native_seventeen", "native_forty", "native_rows_apart"}
+_OF_16_BITS = {case for case, make in PLAIN.items() if make()[0][0].dtype.itemsize == 2}
+_MANY_ROWS = {"many_rows", "native_many"}
+FEW_ROWS = _OF_16_BITS - _MORE_ROWS - _MANY_ROWS
+"""Plain weights of 16 bits beside few rows, which Triton's kernels take before cuBLAS may."""
+NOT_FOR_TRITON = {
+    *(PLAIN.keys() - _OF_16_BITS),
+    *_MANY_ROWS,
+    *(f"{name}_{_ANOTHER_DTYPE}" for name in FORMATS),
+    "mxfp8_tile_slice",
+}
+"""Plain weights in float32 or beside many rows, float32 beside a weight that is decoded to bfloat16, and blocks of 16 columns."""
 
 WEIGHTS_NOT_FOR_TRITON = {case for case in WEIGHT_CASES if not case.startswith(tuple(FORMATS))}
 """Plain ones."""
@@ -105,4 +115,4 @@ TAKEN_BY_CUBLASLT = {
     "gemm_fp8_block_ue8m0_for_cublas_float32",
 }
 """Quantised weights in whole blocks of 128 x 128, for more than a few rows; all others are refused."""
-NOT_FOR_CUBLASLT = {case for case in (QUANTIZED | GEMM_CASES) if case not in TAKEN_BY_CUBLASLT}
+NOT_FOR_CUBLASLT = FEW_ROWS | {case for case in (QUANTIZED | GEMM_CASES) if case not in TAKEN_BY_CUBLASLT}

@@ -32,6 +32,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
         "tests/ops/test_triton_linear.py",
         "tests/ops/test_triton_attention.py",
         "tests/ops/test_triton_moe.py",
+        "tests/ops/test_triton_decoder.py",
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)

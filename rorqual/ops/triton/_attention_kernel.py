@@ -34,6 +34,63 @@ def _load_rows(cache, block, inner, block_step, token_step, head_offset, d, ther
 
 
 @triton.jit
+def _step(
+    q,
+    most,
+    total,
+    acc,
+    start,
+    low,
+    high,
+    position,
+    key_cache,
+    value_cache,
+    table,
+    key_block,
+    key_token,
+    key_offset,
+    value_block,
+    value_token,
+    value_offset,
+    scale,
+    window,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    E4M3: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BN keys from start on added to the softmax (most, total, acc) of each row so far; see `_attend`."""
+    d = tl.arange(0, BLOCK_D)
+    n = start + tl.arange(0, BN)
+    there = (n >= low) & (n < high)  # what nobody sees may be NaN
+    block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
+    inner = n % BLOCK_SIZE
+    k = _load_rows(key_cache, block, inner, key_block, key_token, key_offset, d, there, D, BLOCK_D, MASKED, E4M3,
+                   COMPUTE)  # fmt: skip
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BN], tl.float32), PRECISION) * scale
+    if MASKED:
+        visible = (n[None, :] <= position[:, None]) & there[None, :]
+        if WINDOW:
+            visible &= n[None, :] > position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 1))
+    # A row that has seen nothing yet stays at sums of zero.
+    base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    v = _load_rows(value_cache, block, inner, value_block, value_token, value_offset, d, there, D, BLOCK_D, MASKED,
+                   E4M3, COMPUTE)  # fmt: skip
+    acc = dot(round_to(weights, COMPUTE), v, acc * shrink[:, None], PRECISION)
+    return higher, total, acc
+
+
+@triton.jit
 def _attend(
     q,
     most,
@@ -68,30 +125,12 @@ def _attend(
 
     Without MASKED all rows see them all, and both are multiples of BN.
     """
-    d = tl.arange(0, BLOCK_D)
     for start in tl.range(bound(low // BN * BN), bound(high), BN, num_stages=STAGES):
-        n = start + tl.arange(0, BN)
-        there = (n >= low) & (n < high)  # what nobody sees may be NaN
-        block = tl.load(table + n // BLOCK_SIZE, mask=there, other=0) if MASKED else tl.load(table + n // BLOCK_SIZE)
-        inner = n % BLOCK_SIZE
-        k = _load_rows(key_cache, block, inner, key_block, key_token, key_offset, d, there, D, BLOCK_D, MASKED, E4M3,
-                       COMPUTE)  # fmt: skip
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BN], tl.float32), PRECISION) * scale
-        if MASKED:
-            visible = (n[None, :] <= position[:, None]) & there[None, :]
-            if WINDOW:
-                visible &= n[None, :] > position[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        # A row that has seen nothing yet stays at sums of zero.
-        base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        most = higher
-        total = total * shrink + tl.sum(weights, 1)
-        v = _load_rows(value_cache, block, inner, value_block, value_token, value_offset, d, there, D, BLOCK_D, MASKED,
-                       E4M3, COMPUTE)  # fmt: skip
-        acc = dot(round_to(weights, COMPUTE), v, acc * shrink[:, None], PRECISION)
+        most, total, acc = _step(
+            q, most, total, acc, start, low, high, position, key_cache, value_cache, table, key_block, key_token,
+            key_offset, value_block, value_token, value_offset, scale, window,
+            D, BLOCK_D, BLOCK_SIZE, BN, MASKED, WINDOW, E4M3, COMPUTE, PRECISION,
+        )  # fmt: skip
     return most, total, acc
 
 
@@ -102,6 +141,66 @@ def _merge(most, total, acc, most2, total2, acc2):
     base = tl.where(higher == float("-inf"), 0.0, higher)
     first, second = tl.exp2(most - base), tl.exp2(most2 - base)
     return higher, total * first + total2 * second, acc * first[:, None] + acc2 * second[:, None]
+
+
+@triton.jit
+def _load_span(slot, span, spans, rows, d, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What a program has written of a span; of one behind the last, what changes nothing when it is merged."""
+    WIDTH: tl.constexpr = BLOCK_D + 2
+    at = slot + span * GROUP * WIDTH + rows * WIDTH
+    there = (rows < GROUP) & (span < spans)
+    acc = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+    total = tl.load(at + BLOCK_D, mask=there, other=0.0, cache_modifier=".cg")
+    most = tl.load(at + BLOCK_D + 1, mask=there, other=float("-inf"), cache_modifier=".cg")
+    return most, total, acc
+
+
+@triton.jit
+def _attend_in_spans(
+    q,
+    low,
+    high,
+    position,
+    key_cache,
+    value_cache,
+    table,
+    key_block,
+    key_token,
+    key_offset,
+    value_block,
+    value_token,
+    value_offset,
+    scale,
+    window,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    E4M3: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Keys low .. high, each span's softmax merged where it ends, in one loop, so that loads run ahead across spans."""
+    most = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    span_most, span_total, span_acc = most, total, acc
+    for start in tl.range(bound(low // BN * BN), bound(high), BN, num_stages=STAGES):
+        span_most, span_total, span_acc = _step(
+            q, span_most, span_total, span_acc, start, low, high, position, key_cache, value_cache, table, key_block,
+            key_token, key_offset, value_block, value_token, value_offset, scale, window,
+            D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION,
+        )  # fmt: skip
+        if (start + BN) % SPAN == 0:
+            most, total, acc = _merge(most, total, acc, span_most, span_total, span_acc)
+            span_most = tl.full([BM], float("-inf"), tl.float32)
+            span_total = tl.zeros([BM], tl.float32)
+            span_acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    return _merge(most, total, acc, span_most, span_total, span_acc)
 
 
 @triton.jit(do_not_specialize=["table_row", "window"])
@@ -251,38 +350,42 @@ def single_token_kernel(
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    if not SPLIT:
+        most, total, acc = _attend_in_spans(
+            q, low, context, position, key_cache, value_cache, table, key_block, key_token, head * key_head,
+            value_block, value_token, head * value_head, scale, window,
+            BM, D, BLOCK_D, BLOCK_SIZE, BN, SPAN, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
+        )  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_D + 2
     slot = partial + (token * tl.num_programs(0) + head) * most_spans * GROUP * WIDTH
-    for span in tl.range(bound(split), bound(spans), bound(tl.num_programs(2))):
-        start = (first + span) * SPAN
-        span_most, span_total, span_acc = _attend(
-            q, tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32),
-            tl.zeros([BM, BLOCK_D], tl.float32), tl.maximum(start, low), tl.minimum(start + SPAN, context),
-            position, key_cache, value_cache, table, key_block, key_token, head * key_head, value_block,
-            value_token, head * value_head, scale, window,
-            D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
-        )  # fmt: skip
-        if not SPLIT:
-            most, total, acc = _merge(most, total, acc, span_most, span_total, span_acc)
-        else:
+    last = True
+    if SPLIT:
+        for span in tl.range(bound(split), bound(spans), bound(tl.num_programs(2))):
+            start = (first + span) * SPAN
+            span_most, span_total, span_acc = _attend(
+                q, most, total, acc, tl.maximum(start, low), tl.minimum(start + SPAN, context), position, key_cache,
+                value_cache, table, key_block, key_token, head * key_head, value_block, value_token,
+                head * value_head, scale, window,
+                D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
+            )  # fmt: skip
             to = slot + span * GROUP * WIDTH + rows * WIDTH
             tl.store(to[:, None] + d[None, :], span_acc, mask=(rows < GROUP)[:, None])
             tl.store(to + BLOCK_D, span_total, mask=rows < GROUP)
             tl.store(to + BLOCK_D + 1, span_most, mask=rows < GROUP)
-    last = True
-    if SPLIT:
         tl.debug_barrier()  # every thread's spans are written before one of them says so
         counter = arrivals + token * tl.num_programs(0) + head
         last = tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(2) - 1
         if last:
             tl.store(counter, 0)
-            for span in tl.range(0, bound(spans)):
-                at = slot + span * GROUP * WIDTH + rows * WIDTH
-                there = rows < GROUP
-                span_acc = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
-                span_total = tl.load(at + BLOCK_D, mask=there, other=0.0, cache_modifier=".cg")
-                span_most = tl.load(at + BLOCK_D + 1, mask=there, other=0.0, cache_modifier=".cg")
-                most, total, acc = _merge(most, total, acc, span_most, span_total, span_acc)
+            for span in tl.range(0, bound(spans), 4):  # four at a time, so that their loads overlap
+                most0, total0, acc0 = _load_span(slot, span, spans, rows, d, GROUP, BLOCK_D)
+                most1, total1, acc1 = _load_span(slot, span + 1, spans, rows, d, GROUP, BLOCK_D)
+                most2, total2, acc2 = _load_span(slot, span + 2, spans, rows, d, GROUP, BLOCK_D)
+                most3, total3, acc3 = _load_span(slot, span + 3, spans, rows, d, GROUP, BLOCK_D)
+                most, total, acc = _merge(most, total, acc, most0, total0, acc0)
+                most, total, acc = _merge(most, total, acc, most1, total1, acc1)
+                most, total, acc = _merge(most, total, acc, most2, total2, acc2)
+                most, total, acc = _merge(most, total, acc, most3, total3, acc3)
     if last:
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         to = out + token * out_token + heads[:, None] * D + d[None, :]

@@ -18,7 +18,7 @@ from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton._linear_launch import arrivals
 from rorqual.ops.triton.launch import DEVICE, refuses
 
-SPAN = 512
+SPAN = 256
 """Keys of a single token's context that are one softmax. Sums depend on it, and on nothing else but the context."""
 _PROGRAMS = 528
 """How many programs single tokens should have at least: four for each multiprocessor."""

@@ -1,4 +1,4 @@
-"""Products with FP8 and FP4 weights on NVIDIA GPUs.
+"""Products on NVIDIA GPUs: with FP8 and FP4 weights, and of few rows with plain ones (`_plain_product`).
 
 Which kernel a product takes follows from how the weight is laid out (`_prepared_weight`) and what x is:
 
@@ -40,6 +40,7 @@ from rorqual.ops.triton._linear_launch import (
     multiply_scaled,
     multiply_weight_only,
 )
+from rorqual.ops.triton._plain_product import MOST_ROWS, multiply_plain, refuse_plain
 from rorqual.ops.triton._prepared_weight import WIDTH, PreparedWeight, lay_out, refuse_weight
 from rorqual.ops.triton.launch import INTERPRETING, refuses
 from rorqual.quantization import FP8_ROW, FP8_ROW_UE8M0, MXFP8, QTensor, QuantFormat, ScaleLayout
@@ -94,8 +95,10 @@ def _refuse(
     out_dtype: torch.dtype | None = None,
     out_acc: torch.Tensor | None = None,
 ) -> str | None:
+    if isinstance(weight, torch.Tensor):
+        return _refuse_plain(x, weight, bias, activation, out_dtype, out_acc)
     if not isinstance(weight, QTensor):
-        return "multiplies quantised weights only"
+        return "has no products of integers"
     inputs = (x.values, x.scales) if isinstance(x, QTensor) else (x,)
     if reason := refuses(*inputs, weight.values, bias, out_acc):
         return reason
@@ -113,6 +116,23 @@ def _refuse(
     return None
 
 
+def _refuse_plain(
+    x: torch.Tensor | QTensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: QuantFormat | None,
+    out_dtype: torch.dtype | None,
+    out_acc: torch.Tensor | None,
+) -> str | None:
+    if isinstance(x, QTensor) or activation is not None:
+        return "multiplies plain inputs with plain weights"
+    if reason := refuses(x, weight, bias, out_acc):
+        return reason
+    if output_dtype(x, out_dtype) not in (x.dtype, torch.float32):
+        return f"writes {x.dtype} or float32, got {out_dtype}"
+    return refuse_plain(x, weight, most_rows=MOST_ROWS)
+
+
 @linear.impl("triton", refuse=_refuse)
 def linear_triton(
     x: torch.Tensor | QTensor,
@@ -124,7 +144,7 @@ def linear_triton(
     out_acc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch, and one before for an x that is to be quantised. Where x is not, a weight's e4m3 NaN count as 480."""
-    assert isinstance(weight, QTensor)
+    assert isinstance(weight, torch.Tensor | QTensor)
     check_operands(x, weight, bias, activation)
     shape, dtype = (*x.shape[:-1], weight.shape[0]), output_dtype(x, out_dtype)
     if out_acc is not None:
@@ -133,6 +153,10 @@ def linear_triton(
     if out.numel() == 0:
         return out
     rows, accumulate = flatten_output(out), out_acc is not None
+    if isinstance(weight, torch.Tensor):
+        assert isinstance(x, torch.Tensor)
+        multiply_plain(_rows_of_values(x), weight, bias, rows, accumulate=accumulate)
+        return out
     kind, wide = _kind(weight), rows.shape[0] >= EXPAND_ROWS
     if isinstance(x, QTensor) or activation is not None:
         quantized = _flat_quantized(x, activation, packed=kind != "blocks")

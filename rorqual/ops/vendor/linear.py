@@ -1,6 +1,8 @@
 """Matrix products by cuBLAS: plain weights, and FP8 weights in blocks of 128 x 128 for more than a few rows.
 
-cuBLAS picks its kernel by all three sizes, so that a row's result may depend in its last bit on the number of rows.
+cuBLAS picks its kernel by all three sizes. It is told not to split K, so that the products of 16-bit operands add up K
+in order whatever kernel it picks, and a row's result does not depend on the number of rows. Where it has no good kernel
+of that sort, those of ops/triton multiply, which add up in the same order.
 """
 
 from __future__ import annotations
@@ -30,6 +32,13 @@ _BLOCK = 128
 _ROW_MULTIPLE = 4
 """cuBLASLt wants columns of scales that are a multiple of 16 bytes apart: x gets up to three rows more."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FEW_ROWS = 16
+_FEW_TILES_ROWS, _FEW_TILES, _TALL = 128, 2048, 2.5
+"""Fewer rows than the first, outputs up to the second, and the third's multiple of them in K."""
+
+if torch.cuda.is_available():  # (sums in 16 bits, split K)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 def _refuse(
@@ -55,9 +64,16 @@ def _refuse(
         return "multiplies plain matrices"
     if out_dtype not in (None, x.dtype, torch.float32):
         return f"writes {x.dtype} or float32, got {out_dtype}"
+    if x.dtype != torch.float32 and _is_slow_unsplit(x.numel() // max(1, x.shape[-1]), *weight.shape):
+        return f"would have to split K, or is slower than other kernels, for {list(x.shape)} by {list(weight.shape)}"
     if x.requires_grad or weight.requires_grad:
         return "writes into an output, of which torch keeps no gradient"
     return None
+
+
+def _is_slow_unsplit(rows: int, features: int, columns: int) -> bool:
+    """Whether the kernels of few rows are ahead, as measured on an H200."""
+    return rows <= _FEW_ROWS or (rows < _FEW_TILES_ROWS and features <= _FEW_TILES and columns >= _TALL * features)
 
 
 def _elsewhere(*tensors: torch.Tensor | None) -> str | None:
