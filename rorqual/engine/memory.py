@@ -314,7 +314,7 @@ class CacheSizing:
             f"the KV cache cannot hold one sequence of {max(max_model_len, 2)} tokens: it needs "
             f"{self._bytes(needed):,} bytes ({max(needed)} blocks of {per_block:,} bytes) and gets "
             f"{self._bytes(num_blocks):,} bytes ({min(num_blocks)} blocks); {self.budget.account}; "
-            f"{self._more()}, or lower {self.budget.less}"
+            f"{self._more()} or lower {self.budget.less}"
         )
 
     def _needed(self, max_model_len: int) -> list[int]:
