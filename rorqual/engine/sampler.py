@@ -3,8 +3,8 @@
 Order, per row: raw logprobs; allowed_token_ids, bad_words and min_tokens mask; logit_bias; repetition, frequency and
 presence penalties; then the best token (greedy), or temperature, min_p, top_k, top_p and a draw.
 
-min_p, top_k and top_p each keep the head of one order of tokens (larger logit first, lower id first among equals), so
-only the head is ever sorted. Sums and comparisons are float64, so that no batch shape moves a boundary.
+Nothing here waits for the device: parameters go up, tokens and logprobs come down when somebody asks, and what depends
+on drawn tokens is kept where they are (`SamplerTables`). So the step after one can be started before it is read.
 """
 
 from __future__ import annotations
@@ -12,36 +12,29 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rorqual.engine.sampler_tables import SamplerTables
 from rorqual.engine.transfer import Download, upload
 from rorqual.ops.sample import (
-    apply_penalties,
+    LastKept,
+    edit_logits,
     gumbel_argmax,
+    narrow,
     row_keys,
     row_max,
-    top_candidates,
-    total_mass,
+    top_logprobs,
 )
 from rorqual.sampling_params import SamplingParams
 
-FIRST_HEAD = 256
-"""Candidates tried first where no top_k says how many are needed."""
-HEAD_GROWTH = 16
-"""How many times more the next try takes where those were not enough."""
 PROMPT_BLOCK = 64
 """Rows of prompt logprobs computed at once: bounds the float32 copy of their logits."""
-
-
-class SampleRow(NamedTuple):
-    """Which sequence a row of logits belongs to, and how many tokens come before the one to draw."""
-
-    seq_id: int
-    position: int
+FIRST_SLOTS = 64
+"""Sequences that the first parameter table has room for; then it doubles."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -67,6 +60,16 @@ class SamplerOutput(NamedTuple):
     """The row held NaN or +inf, or nothing was allowed; its token means nothing."""
 
 
+class _Logprobs(NamedTuple):
+    """Log-probabilities on their way to the host."""
+
+    rows: list[int]
+    counts: list[int]
+    """How many top tokens each of these rows asked for."""
+    downloads: list[Download]
+    """The parts of `TopLogprobs`."""
+
+
 class Drawn(NamedTuple):
     """Tokens that were drawn on the device."""
 
@@ -74,32 +77,59 @@ class Drawn(NamedTuple):
     """[num_rows] int64 on the device; 0 for failed rows."""
     download: Download
     """The same on the way to the host, with -1 for failed rows."""
-    output: SamplerOutput | None = None
+    asked: _Logprobs | None = None
 
     def wait(self) -> SamplerOutput:
-        """What was drawn, on the host."""
-        if self.output is not None:
-            return self.output
+        """What was drawn, once the device is that far."""
         token_ids = self.download.wait()
-        return SamplerOutput(token_ids, [None] * len(token_ids), [token < 0 for token in token_ids])
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        failed = [token_id < 0 for token_id in token_ids]
+        if self.asked is not None:
+            entries = _entries(self.asked.counts, *(part.wait() for part in self.asked.downloads))
+            for row, entry in zip(self.asked.rows, entries, strict=True):
+                logprobs[row] = None if failed[row] else entry
+        return SamplerOutput(token_ids, logprobs, failed)
+
+
+DRAWN, NARROWED, LOGPROBS, TABLED, PENALISED, ENDS_MASKED, WORDS_MASKED = (1 << bit for bit in range(7))
+"""What a row needs: a draw; min_p, top_k or top_p; logprobs; a row of the tables; counts in it; its end ids masked
+until min_tokens; bad words of several tokens masked, whose beginnings only the host sees."""
+_PARAMETERS = np.dtype(
+    [
+        ("kind", "u1"),
+        ("seed", "u8"),
+        ("temperature", "f8"),  # 0 for greedy
+        ("log_min_p", "f8"),
+        ("top_k", "i8"),
+        ("top_p", "f8"),
+        ("repetition", "f4"),
+        ("frequency", "f4"),
+        ("presence", "f4"),
+        ("num_logprobs", "i8"),
+        ("masked_until", "i8"),  # the position from which on ends are allowed
+        ("table_row", "i8"),  # 0 until the first draw
+        ("newest_at", "i8"),  # position of the newest token that was drawn, or -1
+    ],
+    align=True,
+)
 
 
 class _Sequence:
-    """What the sampler keeps of one running sequence."""
+    """What the sampler keeps of a sequence whose rows need more than numbers."""
 
     def __init__(
         self,
         params: SamplingParams,
         *,
-        seed: int,
         prompt_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
         vocab_size: int,
     ) -> None:
         self.params = params
-        self.seed = seed
-        self.num_prompt = len(prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids
+        self.position = len(prompt_token_ids)
+        """Of the next token to accept."""
         # Ids beyond the model's vocabulary have no logit and cannot be drawn: nothing to mask.
         self.end_ids = [t for t in end_token_ids if t < vocab_size]
         words = [tuple(word) for word in bad_words if all(t < vocab_size for t in word)]
@@ -107,59 +137,35 @@ class _Sequence:
         self.banned_ids = [word[0] for word in words if len(word) == 1]
         self.bad_words = [word for word in words if len(word) > 1]
         self.tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self.bad_words), default=0))
-        self.forbidden: torch.Tensor | None = None  # bool [vocab_size]
-        if params.allowed_token_ids is not None:
-            self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
-            self.forbidden[params.allowed_token_ids] = False
+        self.uncounted: list[int] = []
+        """Accepted tokens that were not drawn here."""
         self.penalised = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
-        self.greedy = params.greedy or params.top_k == 1
-        edited = self.penalised or self.forbidden is not None or bool(bad_words) or bool(params.logit_bias)
-        narrowed = not self.greedy and (params.min_p > 0.0 or params.top_p < 1.0 or params.top_k > 0)
-        self.plain_from: float = self.num_prompt + params.min_tokens
-        """The position from which on a draw needs logits, temperature and seed alone; infinity if never."""
-        if edited or narrowed or params.logprobs is not None:
-            self.plain_from = math.inf
-        self.in_prompt = self.output_counts = torch.empty(0)
-        if self.penalised:
-            self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool)
-            self.in_prompt[torch.tensor(prompt_token_ids, dtype=torch.int64)] = True
-            self.output_counts = torch.zeros(vocab_size, dtype=torch.int32)
+        self.tabled = (
+            self.penalised or params.allowed_token_ids is not None or bool(params.logit_bias) or bool(self.banned_ids)
+        )
 
-    def to(self, device: torch.device) -> None:
-        """Move the dense state to where the logits are; free after the first step."""
-        if self.forbidden is not None:
-            self.forbidden = self.forbidden.to(device)
-        self.in_prompt = self.in_prompt.to(device)
-        self.output_counts = self.output_counts.to(device)
-
-    def accept(self, token_id: int) -> None:
-        self.tail.append(token_id)
-        if self.penalised:
-            self.output_counts[token_id] += 1
-
-    def masked_ids(self, position: int) -> list[int]:
-        """Ids that cannot come next: ends before min_tokens, bad words and the last token of started ones."""
-        ids = list(self.banned_ids)
-        if position - self.num_prompt < self.params.min_tokens:
-            ids += self.end_ids
-        if self.bad_words:
-            tail = tuple(self.tail)
-            ids += [word[-1] for word in self.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
-        return ids
+    def completing_ids(self) -> list[int]:
+        """The last tokens of bad words that the answer has begun."""
+        tail = tuple(self.tail)
+        return [word[-1] for word in self.bad_words if tail[len(tail) - len(word) + 1 :] == word[:-1]]
 
 
 class Sampler:
     """Draws tokens for running sequences, which `add` and `remove` announce.
 
-    `sample` changes nothing: only `accept` moves counts, so that rejected drafts and dropped tokens never count.
-    Penalties and bad_words know the accepted tokens, min_tokens the row's position.
+    With penalties, the positions of a sequence are drawn in order, one row per call. Drawing position p once more
+    replaces what was drawn there; drawing p + 1 says that the token at p was kept, whether or not `accept` came yet. So
+    dropped tokens never count. bad_words of several tokens know the accepted tokens, min_tokens the row's position.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._sequences: dict[int, _Sequence] = {}
+        self._parameters = np.zeros(0, _PARAMETERS)
+        self._sequences: list[_Sequence | None] = []
+        self._free: list[int] = []
+        self._tables = SamplerTables(vocab_size)
 
     def add(
         self,
@@ -170,74 +176,222 @@ class Sampler:
         end_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Announce a sequence whose params passed `validate_for`; returns its slot, a small number.
+        """Announce a sequence whose params passed `validate_for`; returns its slot, which `remove` frees.
 
         seed: what its draws depend on (64 bits; params.seed is not read). end_token_ids: masked until min_tokens.
         bad_words: token ids of each spelling that the answer must not complete.
         """
-        slot = next(slot for slot in range(len(self._sequences) + 1) if slot not in self._sequences)
-        self._sequences[slot] = _Sequence(
+        if not self._free:
+            count = len(self._parameters)
+            more = np.zeros(max(FIRST_SLOTS, count), _PARAMETERS)
+            self._parameters = np.concatenate([self._parameters, more])
+            self._sequences += [None] * (len(self._parameters) - count)
+            self._free = list(range(len(self._parameters) - 1, count - 1, -1))
+        seq = _Sequence(
             params,
-            seed=seed,
             prompt_token_ids=prompt_token_ids,
             end_token_ids=end_token_ids,
             bad_words=bad_words,
             vocab_size=self.vocab_size,
         )
+        greedy = params.greedy or params.top_k == 1
+        narrowed = not greedy and (params.min_p > 0.0 or params.top_p < 1.0 or 0 < params.top_k < self.vocab_size)
+        kinds = {
+            DRAWN: not greedy,
+            NARROWED: narrowed,
+            LOGPROBS: params.logprobs is not None,
+            TABLED: seq.tabled,
+            PENALISED: seq.penalised,
+            ENDS_MASKED: params.min_tokens > 0 and bool(seq.end_ids),
+            WORDS_MASKED: bool(seq.bad_words),
+        }
+        kind = sum(kind for kind, wanted in kinds.items() if wanted)
+        slot = self._free.pop()
+        self._parameters[slot] = (
+            kind,
+            seed,
+            0.0 if greedy else params.temperature,
+            math.log(params.min_p) if narrowed and params.min_p > 0.0 else -math.inf,
+            params.top_k if narrowed and 0 < params.top_k < self.vocab_size else self.vocab_size,
+            params.top_p if narrowed else 1.0,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            params.logprobs or 0,
+            len(prompt_token_ids) + params.min_tokens,
+            0,
+            -1,
+        )
+        self._sequences[slot] = seq if kind & (TABLED | ENDS_MASKED | WORDS_MASKED) else None
         return slot
 
     def remove(self, slot: int) -> None:
         """Forget a sequence."""
-        del self._sequences[slot]
+        if row := int(self._parameters["table_row"][slot]):
+            self._tables.give_back(row)
+        self._sequences[slot] = None
+        self._free.append(slot)
 
     def accept(self, slot: int, token_id: int) -> None:
-        """Count a token that the sequence keeps."""
-        self._sequences[slot].accept(token_id)
+        """Say that a sequence keeps a token; the one that was drawn last at its position, if any was."""
+        seq = self._sequences[slot]
+        if seq is not None:
+            seq.tail.append(token_id)
+            if seq.penalised and seq.position > self._parameters["newest_at"][slot]:
+                seq.uncounted.append(token_id)
+            seq.position += 1
 
     def can_draw_later(self, slots: NDArray[np.int64]) -> bool:
         """Whether these may be drawn before the tokens that were drawn for them last are accepted."""
-        found = self._sequences
-        return all(found[slot].plain_from <= found[slot].num_prompt for slot in slots.tolist())
+        return not (self._parameters["kind"][slots] & WORDS_MASKED).any()
 
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
-        """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are."""
-        rows = [SampleRow(*row) for row in zip(slots.tolist(), positions.tolist(), strict=True)]
-        if not self.can_draw_later(slots):
-            out = self.sample(logits, rows)
-            token_ids = torch.tensor(out.token_ids, device=logits.device)
-            return Drawn(token_ids.clamp(min=0), Download(token_ids), out)
-        sequences = [self._sequences[slot] for slot, _ in rows]
-        best = row_max(logits)
-        usable, token_ids = best.values.isfinite(), best.token_ids
-        drawn = np.fromiter((not seq.greedy for seq in sequences), np.bool_, len(rows))
-        if drawn.any():
-            temperatures = np.fromiter((seq.params.temperature for seq in sequences), np.float64, len(rows))
-            host = (_keys(sequences, rows), np.where(drawn, temperatures, 1.0), drawn)
-            keys, temperature, drawn_there = upload(host, logits.device)
-            token_ids = torch.where(drawn_there, gumbel_argmax(logits, temperature, keys), token_ids)
-        token_ids = torch.where(usable, token_ids, 0)
-        return Drawn(token_ids, Download(torch.where(usable, token_ids, -1)))
+        """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are.
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
-        """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are."""
-        assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        sequences = [self._sequences[row.seq_id] for row in rows]
-        adjusted, failed = _adjust(logits, sequences, rows)
-        best = row_max(adjusted)
-        failed = [bad or not math.isfinite(value) for bad, value in zip(failed, best.values.tolist(), strict=True)]
-        token_ids = best.token_ids.tolist()
-        drawn = [i for i, seq in enumerate(sequences) if not (seq.greedy or failed[i])]
-        for i, token_id in zip(drawn, _draw(adjusted, [(i, sequences[i], rows[i]) for i in drawn]), strict=True):
-            token_ids[i] = token_id
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        asked = [i for i, seq in enumerate(sequences) if seq.params.logprobs is not None and not failed[i]]
-        if asked:
-            counts = [sequences[i].params.logprobs or 0 for i in asked]
-            entries = _token_logprobs(_take(logits, asked), [token_ids[i] for i in asked], counts)
-            for i, entry in zip(asked, entries, strict=True):
-                logprobs[i] = entry
-        token_ids = [-1 if bad else token for token, bad in zip(token_ids, failed, strict=True)]
-        return SamplerOutput(token_ids, logprobs, failed)
+        slots: int64 [num_rows], the sequence of each row. positions: int64 [num_rows], how many tokens come before the
+        one to draw. Does not wait for the device, and keeps neither array.
+        """
+        assert logits.shape == (len(slots), self.vocab_size), f"{tuple(logits.shape)} logits for {len(slots)} rows"
+        chosen = self._parameters[slots]
+        kind = int(np.bitwise_or.reduce(chosen["kind"]))
+        if kind & TABLED:
+            chosen = self._with_table_rows(chosen, slots, logits.device)
+        host: dict[str, NDArray[Any]] = {}
+        if kind & DRAWN:
+            host["temperature"], host["keys"] = (
+                chosen["temperature"],
+                row_keys(chosen["seed"], positions.astype(np.uint64)),
+            )
+        if kind & NARROWED:
+            host |= {name: chosen[name] for name in ("log_min_p", "top_k", "top_p")}
+        if kind & TABLED:
+            host |= {name: chosen[name] for name in ("table_row", "repetition", "frequency", "presence")}
+        if kind & PENALISED:
+            host |= self._counts(chosen, slots, positions)
+        if kind & (ENDS_MASKED | WORDS_MASKED):
+            host["masked"] = self._masked_cells(chosen, slots, positions)
+        asked = np.flatnonzero(chosen["kind"] & LOGPROBS) if kind & LOGPROBS else None
+        if asked is not None:
+            host["asked"] = asked
+        there: dict[str, torch.Tensor] = {}
+        if host:
+            arrays = [np.ascontiguousarray(array) for array in host.values()]
+            there = dict(zip(host, upload(arrays, logits.device), strict=True))
+
+        edited = self._edit(logits, there)
+        usable = None if edited is logits else row_max(logits).values.isfinite()  # a mask can hide a NaN
+        narrowing = {name: there[name] for name in ("log_min_p", "top_k", "top_p") if name in there}
+        shown = draw_tokens(edited, there.get("temperature"), there.get("keys"), **narrowing)
+        if usable is not None:
+            shown = torch.where(usable, shown, -1)
+        token_ids = shown.clamp(min=0)
+        if "penalised" in there:
+            self._tables.newest.index_copy_(0, there["penalised_row"], token_ids[there["penalised"]])
+        found = None
+        if asked is not None:
+            counts = np.minimum(chosen["num_logprobs"][asked], self.vocab_size).tolist()
+            rows = slice(None) if len(asked) == len(slots) else there["asked"]
+            found = _Logprobs(
+                asked.tolist(),
+                counts,
+                [Download(part) for part in top_logprobs(logits[rows], token_ids[rows], max(counts))],
+            )
+        return Drawn(token_ids, Download(shown), found)
+
+    def _with_table_rows(self, chosen: NDArray[Any], slots: NDArray[np.int64], device: torch.device) -> NDArray[Any]:
+        """The parameters again, when every sequence that needs a row of the tables has one."""
+        missing = np.flatnonzero(((chosen["kind"] & TABLED) > 0) & (chosen["table_row"] == 0))
+        for slot in dict.fromkeys(slots[missing].tolist()):
+            seq = self._sequences[slot]
+            assert seq is not None
+            row = self._tables.take(device)
+            self._tables.fill(
+                row,
+                allowed=seq.params.allowed_token_ids,
+                bias=seq.params.logit_bias or {},
+                forbidden=seq.banned_ids,
+                prompt_token_ids=seq.prompt_token_ids if seq.penalised else (),
+            )
+            self._parameters["table_row"][slot] = row
+        return self._parameters[slots] if len(missing) else chosen
+
+    def _counts(
+        self, chosen: NDArray[Any], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        """Which rows are penalised, which of their newest tokens are behind them now, and what else to count."""
+        penalised = np.flatnonzero(chosen["kind"] & PENALISED)
+        rows, newest_at = chosen["table_row"][penalised], chosen["newest_at"][penalised]
+        host = {
+            "penalised": penalised,
+            "penalised_row": rows,
+            "kept_row": rows[(newest_at >= 0) & (newest_at < positions[penalised])],
+        }
+        uncounted = []
+        for slot, row in zip(slots[penalised].tolist(), rows.tolist(), strict=True):
+            seq = self._sequences[slot]
+            assert seq is not None
+            if seq.uncounted:
+                uncounted.append(self._tables.cells(row, seq.uncounted))
+                seq.uncounted = []
+        if uncounted:
+            host["uncounted"] = np.concatenate(uncounted)
+        self._parameters["newest_at"][slots[penalised]] = positions[penalised]
+        return host
+
+    def _masked_cells(
+        self, chosen: NDArray[Any], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Tokens that cannot come next in this step: row * vocab_size + id."""
+        early = ((chosen["kind"] & ENDS_MASKED) > 0) & (positions < chosen["masked_until"])
+        cells = [np.empty(0, np.int64)]
+        for row in np.flatnonzero(early | ((chosen["kind"] & WORDS_MASKED) > 0)).tolist():
+            seq = self._sequences[slots[row]]
+            assert seq is not None
+            ids = seq.completing_ids() + (seq.end_ids if early[row] else [])
+            cells.append(row * self.vocab_size + np.array(ids, np.int64))
+        return np.concatenate(cells)
+
+    def _edit(self, logits: torch.Tensor, there: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Logits after masks, bias and penalties; the same tensor where no row has any."""
+        tables, edited = self._tables, logits
+        if "kept_row" in there:
+            tables.count_newest(there["kept_row"])
+        if "uncounted" in there:
+            tables.count(there["uncounted"])
+        if "table_row" in there:
+            edited = edit_logits(
+                logits,
+                there["table_row"],
+                bias=tables.bias,
+                in_prompt=tables.in_prompt,
+                output_counts=tables.output_counts,
+                repetition=there["repetition"],
+                frequency=there["frequency"],
+                presence=there["presence"],
+            )
+        if "masked" in there and len(there["masked"]):
+            if edited is logits:
+                edited = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            edited.view(-1).index_fill_(0, there["masked"], -torch.inf)
+        return edited
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    **narrowing: torch.Tensor,
+) -> torch.Tensor:
+    """The token of each row of logits [num_rows, vocab_size], int64; -1 where none can be said. On the device alone.
+
+    temperature, keys: as for `gumbel_argmax`; None takes the best of each row. narrowing: as for `narrow`, or nothing.
+    """
+    best = row_max(logits)
+    token_ids = best.token_ids
+    if temperature is not None and keys is not None:
+        last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
+        token_ids = gumbel_argmax(logits, temperature, keys, last=last)
+    return torch.where(best.values.isfinite(), token_ids, -1)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -247,216 +401,19 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) ->
     """
     found = []
     for start in range(0, len(token_ids), PROMPT_BLOCK):
-        block = token_ids[start : start + PROMPT_BLOCK]
-        found += _token_logprobs(logits[start : start + PROMPT_BLOCK], block, [num_top] * len(block))
+        block = np.array(token_ids[start : start + PROMPT_BLOCK])
+        rows = logits[start : start + PROMPT_BLOCK]
+        top = top_logprobs(rows, upload([block], logits.device)[0], min(num_top, logits.shape[1]))
+        found += _entries([num_top] * len(block), *(Download(part).wait() for part in top))
     return found
 
 
-def _keys(sequences: Sequence[_Sequence], rows: Sequence[SampleRow]) -> NDArray[np.int64]:
-    """What the noise of each row depends on, as `row_keys`."""
-    seeds = np.fromiter((seq.seed for seq in sequences), np.uint64, len(rows))
-    return row_keys(seeds, np.fromiter((position for _, position in rows), np.uint64, len(rows)))
-
-
-def _take(rows: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """The rows at ascending indices; no copy where that is all of them."""
-    return rows if len(indices) == len(rows) else rows[torch.tensor(indices, device=rows.device)]
-
-
-def _adjust(
-    logits: torch.Tensor, sequences: list[_Sequence], rows: Sequence[SampleRow]
-) -> tuple[torch.Tensor, list[bool]]:
-    """Logits after masks, bias and penalties (the same tensor if no row has any), and which rows were broken before.
-
-    A mask can hide a NaN, so that masked rows are looked at here.
-    """
-    masked = [seq.masked_ids(row.position) for seq, row in zip(sequences, rows, strict=True)]
-    touched = [
-        i
-        for i, (seq, ids) in enumerate(zip(sequences, masked, strict=True))
-        if ids or seq.penalised or seq.forbidden is not None or seq.params.logit_bias
-    ]
-    failed = [False] * len(rows)
-    if not touched:
-        return logits, failed
-    for i, highest in zip(touched, _take(logits, touched).amax(1).tolist(), strict=True):
-        failed[i] = not math.isfinite(highest)
-        sequences[i].to(logits.device)
-    logits = logits.to(torch.float32, copy=True)
-    _mask(logits, sequences, masked)
-    _add_bias(logits, sequences)
-    _penalise(logits, sequences)
-    return logits, failed
-
-
-def _mask(logits: torch.Tensor, sequences: list[_Sequence], masked: list[list[int]]) -> None:
-    for row, seq in zip(logits, sequences, strict=True):
-        if seq.forbidden is not None:
-            row.masked_fill_(seq.forbidden, -math.inf)
-    cells = [(i, token_id) for i, ids in enumerate(masked) for token_id in ids]
-    if cells:
-        row_ids, token_ids = torch.tensor(cells, device=logits.device).unbind(1)
-        logits[row_ids, token_ids] = -math.inf
-
-
-def _add_bias(logits: torch.Tensor, sequences: list[_Sequence]) -> None:
-    cells = [(i, token_id) for i, seq in enumerate(sequences) for token_id in seq.params.logit_bias or ()]
-    if cells:
-        values = [value for seq in sequences for value in (seq.params.logit_bias or {}).values()]
-        row_ids, token_ids = torch.tensor(cells, device=logits.device).unbind(1)
-        logits[row_ids, token_ids] += torch.tensor(values, dtype=torch.float32, device=logits.device)
-
-
-def _penalise(logits: torch.Tensor, sequences: list[_Sequence]) -> None:
-    indices = [i for i, seq in enumerate(sequences) if seq.penalised]
-    if not indices:
-        return
-    chosen = [sequences[i] for i in indices]
-    amounts = [
-        (seq.params.repetition_penalty, seq.params.frequency_penalty, seq.params.presence_penalty) for seq in chosen
-    ]
-    repetition, frequency, presence = torch.tensor(amounts, dtype=torch.float32, device=logits.device).unbind(1)
-    in_prompt = torch.stack([seq.in_prompt for seq in chosen])
-    output_counts = torch.stack([seq.output_counts for seq in chosen])
-    logits[torch.tensor(indices, device=logits.device)] = apply_penalties(
-        _take(logits, indices),
-        in_prompt,
-        output_counts,
-        repetition=repetition,
-        frequency=frequency,
-        presence=presence,
-    )
-
-
-class _Filter(NamedTuple):
-    """What narrows a draw; what is off has its neutral value."""
-
-    min_p: float
-    top_k: int
-    top_p: float
-
-
-def _filter(params: SamplingParams, vocab_size: int) -> _Filter:
-    return _Filter(params.min_p, params.top_k if 0 < params.top_k < vocab_size else vocab_size, params.top_p)
-
-
-def _draw(logits: torch.Tensor, jobs: list[tuple[int, _Sequence, SampleRow]]) -> list[int]:
-    """A token for each job, whose first part says which row of logits [num_rows, vocab_size] is its."""
-    if not jobs:
-        return []
-    vocab_size = logits.shape[1]
-    logits = _take(logits, [i for i, _, _ in jobs])
-    device = logits.device
-    temperature = torch.tensor([seq.params.temperature for _, seq, _ in jobs], dtype=torch.float64, device=device)
-    keys = torch.from_numpy(_keys([seq for _, seq, _ in jobs], [row for _, _, row in jobs])).to(device)
-    filters = [_filter(seq.params, vocab_size) for _, seq, _ in jobs]
-    off = _Filter(min_p=0.0, top_k=vocab_size, top_p=1.0)
-    free = [j for j, wanted in enumerate(filters) if wanted == off]
-    narrow = [j for j, wanted in enumerate(filters) if wanted != off]
-    token_ids = [0] * len(jobs)
-    if free:
-        drawn = gumbel_argmax(_take(logits, free), _take(temperature, free), _take(keys, free)).tolist()
-        for j, token_id in zip(free, drawn, strict=True):
-            token_ids[j] = token_id
-    if narrow:
-        drawn = _draw_narrow(
-            _take(logits, narrow), _take(temperature, narrow), _take(keys, narrow), [filters[j] for j in narrow]
-        )
-        for j, token_id in zip(narrow, drawn, strict=True):
-            token_ids[j] = token_id
-    return token_ids
-
-
-def _draw_narrow(
-    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, filters: list[_Filter]
-) -> list[int]:
-    """Draw from the head of each row that its filter keeps, sorting no more of the row than that takes."""
-    vocab_size = logits.shape[1]
-    masses = _whole_masses(logits, temperature, filters)
-    count = max(f.top_k if f.top_k < vocab_size else min(FIRST_HEAD, vocab_size) for f in filters)
-    token_ids = [0] * len(filters)
-    waiting = list(range(len(filters)))
-    while waiting:
-        t, row_keys = _take(temperature, waiting), _take(keys, waiting)
-        head = top_candidates(_take(logits, waiting), count=count)
-        sizes = _head_sizes(head.logits.double() / t[:, None], [filters[j] for j in waiting], _take(masses, waiting))
-        known = [at for at, size in enumerate(sizes) if size is not None]
-        if known:
-            kept = torch.tensor([sizes[at] for at in known], device=logits.device)
-            widest = max(size for size in sizes if size is not None)
-            outside = torch.arange(widest, device=logits.device) >= kept[:, None]
-            candidates = _take(head.logits, known)[:, :widest].masked_fill(outside, -math.inf)
-            ids = _take(head.token_ids, known)[:, :widest]
-            drawn = gumbel_argmax(candidates, _take(t, known), _take(row_keys, known), token_ids=ids).tolist()
-            for at, token_id in zip(known, drawn, strict=True):
-                token_ids[waiting[at]] = token_id
-        waiting = [j for j, size in zip(waiting, sizes, strict=True) if size is None]
-        count = min(count * HEAD_GROWTH, vocab_size)
-    return token_ids
-
-
-def _whole_masses(logits: torch.Tensor, temperature: torch.Tensor, filters: list[_Filter]) -> torch.Tensor:
-    """float64 [num_rows]: the mass that top_p is a share of where nothing narrows it before, else NaN."""
-    masses = torch.full_like(temperature, math.nan)
-    alone = [j for j, f in enumerate(filters) if f.top_p < 1 and f.top_k == logits.shape[1] and f.min_p == 0]
-    if alone:
-        masses[torch.tensor(alone, device=logits.device)] = total_mass(_take(logits, alone), _take(temperature, alone))
-    return masses
-
-
-def _head_sizes(scaled: torch.Tensor, filters: list[_Filter], masses: torch.Tensor) -> list[int | None]:
-    """How many tokens each filter keeps, or None where that takes more than this head.
-
-    With w = exp(scaled - best): min_p keeps w >= min_p; of these, top_k keeps the first k; of these, top_p keeps those
-    before which less than its share lies. It always keeps the first.
-
-    scaled: logits / T in order, float64 [num_rows, count]. masses: see `_whole_masses`.
-    """
-    count = scaled.shape[1]
-    limits = torch.tensor(filters, dtype=torch.float64, device=scaled.device)  # exact: top_k is far below 2**53
-    min_p, top_k, top_p = limits.unbind(1)
-    relative = scaled - scaled[:, :1]
-    likely = (relative >= min_p.log()[:, None]).sum(1)
-    narrowed = torch.minimum(likely, top_k.long())
-    mass = relative.exp().cumsum(1)
-    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
-    totals = torch.where(masses.isnan(), mass.gather(1, narrowed[:, None] - 1)[:, 0], masses)
-    nucleus = (before < (top_p * totals)[:, None]).sum(1)
-    sizes = torch.where(top_p < 1, torch.minimum(nucleus, narrowed), narrowed)
-    complete = (likely < count) | (top_k <= count)
-    known = complete | (~masses.isnan() & (nucleus < count))
-    return [size if sure else None for size, sure in zip(sizes.tolist(), known.tolist(), strict=True)]
-
-
-def _token_logprobs(logits: torch.Tensor, token_ids: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    """One entry per row of raw logits [num_rows, vocab_size]: the row's token, and its own count of top tokens."""
-    broken = ~row_max(logits).values.isfinite()
-    logprobs = logits.float().log_softmax(1)
-    if broken.any():
-        logprobs[broken] = -math.inf
-    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-    values, ids = logprobs.gather(1, chosen), chosen
-    if widest := min(max(counts), logits.shape[1]):
-        top = top_candidates(logprobs, count=widest)
-        values, ids = torch.cat([values, top.logits], 1), torch.cat([ids, top.token_ids], 1)
-    ranks = _ranks(logprobs, values)
+def _entries(
+    counts: list[int], logprobs: list[list[float]], token_ids: list[list[int]], ranks: list[list[int]]
+) -> list[TokenLogprobs]:
+    """One entry per row of `TopLogprobs`, with as many top tokens as that row asked for."""
     entries = []
-    for row_ids, row_values, row_ranks, count in zip(
-        ids.tolist(), values.tolist(), ranks.tolist(), counts, strict=True
-    ):
-        keep = [0, *(i for i in range(1, min(count, widest) + 1) if row_ids[i] != row_ids[0])]
-        entries.append(TokenLogprobs(*([column[i] for i in keep] for column in (row_ids, row_values, row_ranks))))
+    for count, values, ids, row_ranks in zip(counts, logprobs, token_ids, ranks, strict=True):
+        keep = [0, *(i for i in range(1, min(count + 1, len(ids))) if ids[i] != ids[0])]
+        entries.append(TokenLogprobs([ids[i] for i in keep], [values[i] for i in keep], [row_ranks[i] for i in keep]))
     return entries
-
-
-def _ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """How many of a row of logprobs [num_rows, vocab_size] reach its values [num_rows, 1 + k]: any one, then its top k.
-
-    Only ties of the last one can lie outside the top k: two passes over the vocabulary answer for all.
-    """
-    top = values[:, 1:]
-    ranks = (top[:, None, :] >= values[:, :, None]).sum(2)
-    for column in {0, values.shape[1] - 1}:
-        reached = (logprobs >= values[:, column, None]).sum(1, keepdim=True)
-        ranks = torch.where(values == values[:, column, None], reached, ranks)
-    return ranks

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from rorqual.ops.moe import ExpertWeights, Routing, route_softmax
-from rorqual.ops.sample import row_key
 from tests.ops.gemm_cases import GEMM_CASES
 from tests.ops.integer_cases import EMBEDDING_CASES, SPLIT_CASES
 from tests.ops.kv_cases import LOAD_CASES, RECORD_STORE_CASES, TRANSFORM_CASES
@@ -16,7 +15,8 @@ from tests.ops.norm_cases import NORM_CASES
 from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
 from tests.ops.quantize_cases import QUANTIZE_CASES
 from tests.ops.rope_cases import ROPE_CASES
-from tests.ops.values import Call, every_other, normal, rows_apart
+from tests.ops.sample_cases import SAMPLE_CASES
+from tests.ops.values import Call, cut, every_other, normal, rows_apart
 
 BF16 = torch.bfloat16
 
@@ -56,7 +56,7 @@ _ROUTE: dict[str, Callable[[], Call]] = {
     "bfloat16_equals": lambda: _routing(normal(60, 128, dtype=BF16).round(), 8),
     "bfloat16_far_apart": lambda: _routing(normal(60, 23, dtype=BF16) * 100, 4),
     "bfloat16_raw": lambda: _routing(normal(60, 60, dtype=BF16) * 3, 6, renormalize=False),
-    "bfloat16_excluded_experts": lambda: _routing(_cut(normal(9, 12, dtype=BF16)), 12),
+    "bfloat16_excluded_experts": lambda: _routing(cut(normal(9, 12, dtype=BF16)), 12),
     "bfloat16_strided": lambda: _routing(every_other(normal(9, 33, dtype=BF16)), 3),
     "bfloat16_many": lambda: _routing(normal(700, 128, dtype=BF16) * 2, 8),
     "bfloat16_none": lambda: _routing(normal(0, 16, dtype=BF16), 2),
@@ -85,97 +85,6 @@ _EXPERTS: dict[str, Callable[[], Call]] = {
 }
 
 
-def _draw(
-    rows: int, size: int, *, dtype=torch.float32, temperature=1.0, spread=3.0, view=lambda x: x, ids=False
-) -> Call:
-    logits = view((normal(rows, size) * spread).to(dtype))
-    keys = torch.tensor([row_key(i, 7 * i) for i in range(rows)], dtype=torch.int64).reshape(rows, 2)
-    options = {"token_ids": torch.arange(size).flip(0).expand(rows, size)} if ids else {}
-    return (logits, torch.full((rows,), temperature, dtype=torch.float64), keys), options
-
-
-def _cut(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
-    x[:, ::3] = float("-inf")
-    return x
-
-
-_DRAW: dict[str, Callable[[], Call]] = {
-    "none": lambda: _draw(0, 5000),
-    "rows": lambda: _draw(9, 5001),
-    "flat": lambda: _draw(5, 4096, spread=0.0),
-    "confident": lambda: _draw(5, 5000, spread=30.0),
-    "cold": lambda: _draw(5, 5000, temperature=0.01),
-    "hot": lambda: _draw(5, 5000, temperature=50.0),
-    "very_cold": lambda: _draw(3, 5000, temperature=1e-6),
-    "bfloat16": lambda: _draw(5, 5000, dtype=BF16),
-    "excluded_tokens": lambda: _draw(5, 5000, view=_cut),
-    "strided": lambda: _draw(5, 5000, view=every_other),
-    "short_rows": lambda: _draw(9, 199),
-    "candidates": lambda: _draw(9, 20, ids=True),
-    "many_candidates": lambda: _draw(3, 5000, ids=True),
-}
-
-
-def _spoiled(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
-    x[1, 5] = x[1, 9] = float("nan")
-    return x
-
-
-_MAX: dict[str, Callable[[], Call]] = {
-    "none": lambda: ((normal(0, 9),), {}),
-    "rows": lambda: ((normal(7, 199),), {}),
-    "equals": lambda: ((torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-1.0, -1.0, -2.0]]),), {}),
-    "bfloat16": lambda: ((normal(7, 199, dtype=BF16),), {}),
-    "excluded_tokens": lambda: ((_cut(normal(7, 199)),), {}),
-    "strided": lambda: ((every_other(normal(7, 199)),), {}),
-    "nan_row": lambda: ((_spoiled(normal(3, 20)),), {}),
-}
-
-_TOP: dict[str, Callable[[], Call]] = {
-    "none": lambda: ((normal(0, 9),), {"count": 2}),
-    "one": lambda: ((normal(7, 199),), {"count": 1}),
-    "twenty": lambda: ((normal(7, 5001),), {"count": 20}),
-    "all": lambda: ((normal(3, 199),), {"count": 199}),
-    "equals": lambda: ((normal(5, 300).round(),), {"count": 50}),
-    "signed_zeros": lambda: ((torch.tensor([[0.0, -0.0, 1.0, -0.0, 0.0, -1.0]]),), {"count": 5}),
-    "bfloat16": lambda: ((normal(7, 199, dtype=BF16),), {"count": 20}),
-    "excluded_tokens": lambda: ((_cut(normal(3, 99)),), {"count": 80}),
-    "strided": lambda: ((every_other(normal(7, 199)),), {"count": 20}),
-}
-
-
-def _mass(x: torch.Tensor, temperature: float = 1.0) -> Call:
-    return (x, torch.full((len(x),), temperature, dtype=torch.float64)), {}
-
-
-_MASS: dict[str, Callable[[], Call]] = {
-    "none": lambda: _mass(normal(0, 9)),
-    "rows": lambda: _mass(normal(7, 5001)),
-    "cold": lambda: _mass(normal(7, 199), 0.01),
-    "bfloat16": lambda: _mass(normal(7, 199, dtype=BF16)),
-    "excluded_tokens": lambda: _mass(_cut(normal(7, 199))),
-    "strided": lambda: _mass(every_other(normal(7, 199))),
-}
-
-
-def _penalties(rows: int, size: int, *, share: float = 0.2, view=lambda x: x) -> Call:
-    there = normal(rows, size, seed=5) < -1.0 if share else torch.zeros(rows, size, dtype=torch.bool)
-    counts = ((normal(rows, size, seed=6) * 2).clamp(min=0) * (share > 0)).int()
-    strengths = [torch.linspace(*ends, rows) for ends in ((0.8, 1.5), (-0.5, 0.7), (-1.0, 1.0))]
-    names = ("repetition", "frequency", "presence")
-    return (view(normal(rows, size) * 3), there, counts), dict(zip(names, strengths, strict=True))
-
-
-_PENALTIES: dict[str, Callable[[], Call]] = {
-    "none": lambda: _penalties(0, 9),
-    "rows": lambda: _penalties(7, 199),
-    "nothing_there_before": lambda: _penalties(3, 199, share=0.0),
-    "excluded_tokens": lambda: _penalties(7, 199, view=_cut),
-    "strided": lambda: _penalties(7, 199, view=every_other),
-}
-
 CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "paged_attention": {
         name: lambda make=make: ((made := make()).args, made.options) for name, make in ATTENTION_CASES.items()
@@ -200,10 +109,6 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
         "one": lambda: ((1, 4, 8), {"dtype": torch.float32, "device": torch.device("cpu")}),
     },
     "fused_experts": _EXPERTS,
-    "gumbel_argmax": _DRAW,
-    "row_max": _MAX,
-    "top_candidates": _TOP,
-    "total_mass": _MASS,
-    "apply_penalties": _PENALTIES,
+    **SAMPLE_CASES,
 }
 """Every op's cases, each made anew when called."""

@@ -26,3 +26,10 @@ def rows_apart(x: torch.Tensor) -> torch.Tensor:
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """Logits of which every third excludes its token."""
+    x = x.clone()
+    x[:, ::3] = float("-inf")
+    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,19 @@ import numpy.typing as npt
 import torch
 
 from rorqual.ops import sample as reference
-from rorqual.ops.sample import FMIX32, LOWBIAS32, Candidates, RowMax
+from rorqual.ops.sample import FMIX32, LOWBIAS32, Candidates, LastKept, RowMax
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 SHORT_ROW = 4096
 """Below this the reference, which takes all rows at once, is quicker."""
+FIRST_HEAD = 256
+"""Candidates tried first where top_p alone says how many are needed."""
+HEAD_GROWTH = 16
+"""How many times more the next try takes where those were not enough."""
+_BLOCK = 8192
+"""Tokens whose masses are computed at once: their intermediates stay in the core's cache."""
 _LOWEST_SCORE = -26.5
 """Noise lies in [-3.14, 22.88]: a token whose scaled logit is further than that below the best one's cannot win."""
 _SLACK = 1 - 1e-4
@@ -26,13 +33,9 @@ def _not_on_cpu(logits: torch.Tensor, *_args: Any, **_options: Any) -> str | Non
     return None if logits.device.type == "cpu" else f"takes CPU tensors, got one on {logits.device}"
 
 
-def _not_long_rows(
-    logits: torch.Tensor, *args: Any, token_ids: torch.Tensor | None = None, **_options: Any
-) -> str | None:
+def _not_long_rows(logits: torch.Tensor, *args: Any, **_options: Any) -> str | None:
     if logits.shape[1] < SHORT_ROW:
         return f"takes rows of {SHORT_ROW} logits or more, got {logits.shape[1]}"
-    if token_ids is not None:
-        return "takes whole rows, got token_ids"
     return _not_on_cpu(logits, *args)
 
 
@@ -64,8 +67,8 @@ def _exact_scores(logits: npt.NDArray[Any], temperature: float, bits: Words) -> 
     return logits.astype(np.float64) / temperature - np.log(-np.log1p(-v))
 
 
-def _draw(logits: Floats, temperature: float, key: tuple[int, int], all_ids: Words) -> int:
-    """The reference's draw from one row. Float32 finds the few tokens that can win, float64 decides between them.
+def _draw(logits: Floats, temperature: float, key: tuple[int, int], ids: Words) -> int:
+    """The reference's draw from some tokens. Float32 finds the few that can win, float64 decides between them.
 
     With w = exp((logit - max) / T), the score is log(w / E), where E = -log1p(-v) >= v: so w / v is an upper bound that
     costs no logarithm, and whoever stays below the true w / E of one token has lost.
@@ -75,10 +78,8 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], all_ids: Wor
         scaled = (logits - logits.max()) * inverse
     near = scaled >= _LOWEST_SCORE
     if np.count_nonzero(near) * 8 < len(scaled):  # a confident model: most of the vocabulary needs no noise
-        ids = np.flatnonzero(near).astype(np.uint32)
-        scaled = scaled[ids]
+        logits, ids, scaled = logits[near], ids[near], scaled[near]
     else:
-        ids = all_ids
         np.maximum(scaled, _LOWEST_SCORE - 4, out=scaled)  # no denormals, which are slow
     bits = noise_bits(ids, key)
     bound = bits.astype(np.float32)
@@ -89,19 +90,34 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], all_ids: Wor
     v = (float(bits[leader]) + 0.5) * 2.0**-32
     reached = float(weights[leader]) / -np.log1p(-v) * 2.0**-32
     finalists = np.flatnonzero(bound >= np.float32(reached * _SLACK))
-    scores = _exact_scores(logits[ids[finalists]], temperature, bits[finalists])
+    scores = _exact_scores(logits[finalists], temperature, bits[finalists])
     return int(ids[finalists[scores.argmax()]])  # finalists ascend, argmax takes the first: ties go to the lowest id
+
+
+def _draw_kept(row: Floats, t: float, key: tuple[int, int], ids: Words, last: float, last_id: int) -> int:
+    """The draw from a whole row, up to the last token that may be drawn."""
+    if last > -math.inf:
+        ids = ids[row >= np.float32(last)]
+        ids = ids[(row[ids] > np.float32(last)) | (ids <= last_id)]
+        row = row[ids]
+    best = int(row.argmax())
+    if t == 0 or not math.isfinite(row[best]):
+        return int(ids[best])
+    return _draw(row, t, key, ids)
 
 
 @reference.gumbel_argmax.impl("cpu", refuse=_not_long_rows)
 def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, token_ids: torch.Tensor | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, last: LastKept | None = None
 ) -> torch.Tensor:
-    """See the reference; takes whole rows only."""
-    assert token_ids is None
+    """See the reference."""
     all_ids = np.arange(logits.shape[1], dtype=np.uint32)
-    rows = zip(_rows(logits), temperature.tolist(), keys.tolist(), strict=True)
-    return torch.tensor([_draw(row, t, (key[0], key[1]), all_ids) for row, t, key in rows], dtype=torch.int64)
+    ends = [(-math.inf, len(all_ids))] * len(logits)
+    if last is not None:
+        ends = list(zip(last.values.tolist(), last.token_ids.tolist(), strict=True))
+    jobs = zip(_rows(logits), temperature.tolist(), keys.tolist(), ends, strict=True)
+    drawn = [_draw_kept(row, t, (key[0], key[1]), all_ids, *end) for row, t, key, end in jobs]
+    return torch.tensor(drawn, dtype=torch.int64)
 
 
 @reference.row_max.impl("cpu", refuse=_not_on_cpu)
@@ -143,43 +159,96 @@ def top_candidates(logits: torch.Tensor, *, count: int) -> Candidates:
     return Candidates(torch.from_numpy(np.take_along_axis(rows, ids, 1)), torch.from_numpy(ids))
 
 
-@reference.total_mass.impl("cpu", refuse=_not_on_cpu)
-def total_mass(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """See the reference; one row at a time, in place, stays in the core's cache."""
-    masses = torch.empty_like(temperature)
-    for row, t, mass in zip(logits, temperature, masses, strict=True):
-        x = row.to(torch.float64, copy=True)
-        x -= x.amax()
-        x /= t
-        mass.copy_(x.exp_().sum())
-    return masses
-
-
-@reference.apply_penalties.impl("cpu", refuse=_not_on_cpu)
-def apply_penalties(
+@reference.narrow.impl("cpu", refuse=_not_on_cpu)
+def narrow(
     logits: torch.Tensor,
+    highest: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    log_min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> LastKept:
+    """See the reference."""
+    size = logits.shape[1]
+    numbers = (highest, temperature, log_min_p, top_k, top_p)
+    values, ids = np.full(len(logits), -np.inf, np.float32), np.full(len(logits), size - 1)
+    for i, (best, t, least, k, p) in enumerate(zip(*(x.tolist() for x in numbers), strict=True)):
+        if (least > -math.inf or k < size or p < 1) and math.isfinite(best):
+            row = _rows(logits[i : i + 1])[0]
+            ids[i] = _last(row, best, t, least, min(k, size), p)
+            values[i] = row[ids[i]] + 0.0
+    return LastKept(torch.from_numpy(values), torch.from_numpy(ids))
+
+
+def _last(row: Floats, best: float, temperature: float, log_min_p: float, top_k: int, top_p: float) -> int:
+    """The last token that the filters keep, sorting no more of the row than that takes."""
+    ids = np.arange(len(row))
+    if log_min_p > -math.inf:
+        ids = np.flatnonzero(_relative(row, best, temperature) >= log_min_p)
+    if top_k < len(ids):
+        ids = ids[_top(row[ids], top_k)]
+        if top_p == 1:
+            return int(ids[-1])
+    elif top_p == 1:
+        lowest = row[ids].min()
+        return int(ids[row[ids] == lowest][-1])
+    mass = _mass(row[ids], best, temperature)
+    total = mass.sum()
+    limit = min(math.ceil(top_p * float(total)), int(total))
+    count = FIRST_HEAD
+    while True:
+        head = _top(row[ids], min(count, len(ids)))
+        reached = mass[head].cumsum()
+        if reached[-1] >= limit:
+            return int(ids[head[np.searchsorted(reached, limit)]])
+        count *= HEAD_GROWTH
+
+
+def _relative(row: Floats, best: float, temperature: float) -> npt.NDArray[np.float64]:
+    relative = row.astype(np.float64)
+    relative /= temperature
+    relative -= best / temperature
+    return relative
+
+
+def _mass(row: Floats, best: float, temperature: float) -> npt.NDArray[np.int64]:
+    """`masses` of tokens; little is computed for those that have none."""
+    made = np.zeros(len(row), np.int64)
+    for start in range(0, len(row), _BLOCK):
+        relative = _relative(row[start : start + _BLOCK], best, temperature)
+        near = np.flatnonzero(relative > reference.LOWEST_EXPONENT)
+        made[start + near] = reference.masses(torch.from_numpy(relative[near])).numpy()
+    return made
+
+
+@reference.edit_logits.impl("cpu", refuse=_not_on_cpu)
+def edit_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    bias: torch.Tensor,
     in_prompt: torch.Tensor,
     output_counts: torch.Tensor,
-    *,
     repetition: torch.Tensor,
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> torch.Tensor:
-    """See the reference; computes where a token was there before, copies elsewhere."""
-    penalised = logits.clone()
-    for row in range(len(logits)):
-        there = np.flatnonzero(in_prompt[row].numpy() | (output_counts[row].numpy() != 0))
-        ids, one = torch.from_numpy(there)[None], slice(row, row + 1)
-        penalised[one].scatter_(
-            1,
-            ids,
-            reference.apply_penalties.reference(
-                logits[one].gather(1, ids),
-                in_prompt[one].gather(1, ids),
-                output_counts[one].gather(1, ids),
-                repetition=repetition[one],
-                frequency=frequency[one],
-                presence=presence[one],
-            ),
-        )
-    return penalised
+    """See the reference; computes penalties where a token was there before."""
+    edited = logits.to(torch.float32, copy=True)
+    for i, table_row in enumerate(rows.tolist()):
+        if not table_row:
+            continue
+        edited[i] += bias[table_row]
+        there = np.flatnonzero(in_prompt[table_row].numpy() | (output_counts[table_row].numpy() != 0))
+        if len(there):
+            ids = torch.from_numpy(there)
+            edited[i, ids] = reference.penalised(
+                edited[i, ids],
+                in_prompt[table_row, ids],
+                output_counts[table_row, ids],
+                repetition[i],
+                frequency[i],
+                presence[i],
+            )
+    return edited

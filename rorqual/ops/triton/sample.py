@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rorqual.ops.sample import FMIX32, LOWBIAS32, RowMax, gumbel_argmax, row_max
+from rorqual.ops.sample import FMIX32, LOWBIAS32, LastKept, RowMax, gumbel_argmax, row_max
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton.launch import refuses
 
@@ -41,18 +41,24 @@ def _best(scores, ids):
 
 
 @triton.jit
-def _draw_kernel(logits, temperature, keys, token_ids, best, best_ids, columns, logits_row, logits_column, ids_row,
-                 IDS: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
+def _draw_kernel(logits, temperature, keys, last_values, last_ids, best, best_ids, columns, logits_row, logits_column,
+                 LAST: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
     """best, best_ids [rows, pieces]."""
     wait_for_earlier_kernels()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     there = column < columns
-    ids = tl.load(token_ids + row * ids_row + column, mask=there, other=_NOBODY) if IDS else column.to(tl.int64)
     at = logits + row * logits_row + column.to(tl.int64) * logits_column
-    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float64)
-    key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
-    scores = logit / tl.load(temperature + row) + _noise(ids.to(tl.uint32), key0, key1)
+    logit = tl.load(at, mask=there, other=float("-inf"))
+    if LAST:
+        last, last_id = tl.load(last_values + row), tl.load(last_ids + row)
+        there &= (logit.to(tl.float32) > last) | ((logit.to(tl.float32) == last) & (column <= last_id))
+    scores = logit.to(tl.float64)
+    ids = column.to(tl.int64)
+    t = tl.load(temperature + row)
+    if (t > 0) & (tl.max(there.to(tl.int32), 0) > 0):  # else the best is taken, or nothing
+        key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
+        scores = scores / t + _noise(column.to(tl.uint32), key0, key1)
     most, lowest = _best(tl.where(there, scores, float("-inf")), tl.where(there, ids, _NOBODY))
     at = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + at, most)
@@ -60,7 +66,7 @@ def _draw_kernel(logits, temperature, keys, token_ids, best, best_ids, columns, 
 
 
 @triton.jit
-def _finish_kernel(best, best_ids, values, out, pieces, VALUES: tl.constexpr, PIECES: tl.constexpr):
+def _finish_kernel(best, best_ids, values, out, pieces, columns, VALUES: tl.constexpr, PIECES: tl.constexpr):
     """The best of each row's pieces. Where one is NaN, the first such one."""
     wait_for_earlier_kernels()
     row = tl.program_id(0).to(tl.int64)
@@ -70,7 +76,7 @@ def _finish_kernel(best, best_ids, values, out, pieces, VALUES: tl.constexpr, PI
     ids = tl.load(best_ids + row * pieces + piece, mask=there, other=_NOBODY)
     most, lowest = _best(score, ids)
     broken = tl.min(tl.where(score != score, ids, _NOBODY), 0)
-    tl.store(out + row, tl.where(broken != _NOBODY, broken, lowest))
+    tl.store(out + row, tl.minimum(tl.where(broken != _NOBODY, broken, lowest), columns - 1))
     if VALUES:
         tl.store(values + row, tl.where(broken != _NOBODY, float("nan"), most))
 
@@ -94,16 +100,14 @@ def _row_max_kernel(logits, best, best_ids, columns, logits_row, logits_column, 
 
 
 def _refuse_draw(
-    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, token_ids: torch.Tensor | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, last: LastKept | None = None
 ) -> str | None:
-    if token_ids is not None and token_ids.stride(1) != 1:
-        return "needs token ids without gaps"
-    return refuses(logits, temperature, keys, token_ids)
+    return refuses(logits, temperature, keys, *(last or ()))
 
 
 @gumbel_argmax.impl("triton", refuse=_refuse_draw)
 def gumbel_argmax_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, token_ids: torch.Tensor | None = None
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *, last: LastKept | None = None
 ) -> torch.Tensor:
     """See the reference."""
     rows, columns = logits.shape
@@ -116,18 +120,17 @@ def gumbel_argmax_triton(
         logits,
         temperature,
         keys.contiguous(),
-        logits if token_ids is None else token_ids,
+        *((temperature, temperature) if last is None else last),
         best,
         best_ids,
         columns,
         *logits.stride(),
-        0 if token_ids is None or token_ids.shape[0] == 1 else token_ids.stride(0),
-        IDS=token_ids is not None,
+        LAST=last is not None,
         PIECE=_PIECE,
         num_warps=4,
         launch_pdl=DEPENDENT_LAUNCH,
     )
-    _finish(best, best_ids, None, out)
+    _finish(best, best_ids, None, out, columns)
     return out
 
 
@@ -150,7 +153,7 @@ def row_max_triton(logits: torch.Tensor) -> RowMax:
             num_warps=4,
             launch_pdl=DEPENDENT_LAUNCH,
         )
-        _finish(best, best_ids, values, out)
+        _finish(best, best_ids, values, out, columns)
     return RowMax(values, out)
 
 
@@ -159,7 +162,9 @@ def _pieces(rows: int, pieces: int, dtype: torch.dtype, device: torch.device) ->
     return best, torch.empty((rows, pieces), dtype=torch.int64, device=device)
 
 
-def _finish(best: torch.Tensor, best_ids: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor) -> None:
+def _finish(
+    best: torch.Tensor, best_ids: torch.Tensor, values: torch.Tensor | None, out: torch.Tensor, columns: int
+) -> None:
     rows, pieces = best.shape
     _finish_kernel[(rows,)](
         best,
@@ -167,6 +172,7 @@ def _finish(best: torch.Tensor, best_ids: torch.Tensor, values: torch.Tensor | N
         best if values is None else values,
         out,
         pieces,
+        columns,
         VALUES=values is not None,
         PIECES=1 << (pieces - 1).bit_length(),
         num_warps=1,
