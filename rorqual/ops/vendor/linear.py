@@ -36,7 +36,9 @@ _FEW_ROWS = 16
 _FEW_TILES_ROWS, _FEW_TILES, _TALL = 128, 2048, 2.5
 """Fewer rows than the first, outputs up to the second, and the third's multiple of them in K."""
 
-if torch.cuda.is_available():  # (sums in 16 bits, split K)
+if torch.cuda.is_available():  # (sums in 16 bits, split K), the second of which cuBLASLt alone can leave
+    if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
