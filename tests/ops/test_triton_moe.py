@@ -102,11 +102,15 @@ def test_triton_experts_of_any_number_and_size(num_tokens, count, top_k, hidden,
     assert_right(inputs(num_tokens, hidden), experts(count, hidden, inner), routing(num_tokens, count, top_k))
 
 
-@pytest.mark.parametrize("num_tokens", [16, 17, 100])
+@pytest.mark.parametrize("num_tokens", [16, 17, 100, 150])
 def test_triton_one_expert_for_all(num_tokens):
-    chosen = routing(num_tokens, top_k=1)
+    """Whole tiles, and a last one that is more or less than half full."""
+    x, weights, chosen = inputs(num_tokens), experts(), routing(num_tokens, top_k=1)
     chosen.expert_ids.fill_(NUM_EXPERTS - 1)
-    assert_right(inputs(num_tokens), experts(), chosen)
+    assert_right(x, weights, chosen)
+    plan = moe._plan_of(weights)
+    few, many = (moe.multiply_experts(x, plan.gate_up, plan.down, chosen, moe.TILES[most]) for most in (4, 128))
+    assert torch.equal(few, many)
 
 
 def test_triton_an_expert_chosen_twice_counts_twice():

@@ -143,19 +143,20 @@ def place_kernel(
                 tl.store(tiles + i + few, tl.zeros((_FEW,), tl.int32) - 1, mask=i + few < max_tiles)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
-def experts_kernel(
+@triton.jit
+def _multiply_rows(
     x,
     w,
     out,
     order,
-    tiles,
-    num_experts,
+    expert,
+    first,
+    last,
+    part,
     features,
     K,
     x_row,
     top_k,
-    max_tiles,
     GATED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
@@ -166,33 +167,8 @@ def experts_kernel(
     FEATURES: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """A tile of rows of one expert times FEATURES output features of its weight.
-
-    GATED: x [num_tokens, K], w [num_experts, 2 * features, K] -> silu(gate) * up in out [num_pairs, features], whose
-    rows are in `order`; gate and up are rounded first, and so is silu. Else x is such an out, w [num_experts,
-    features, K], and out [num_pairs, features] has the pairs in their own order.
-
-    K is added up from first to last in one float32 accumulator, whatever the tile. FEATURES may be fewer than the
-    tile has room for (BLOCK_N, or half of it if GATED): the rest is neither read nor written. ONE_TOKEN: pairs are in
-    order as they are, one per tile, and tiles is their expert_ids. DEPENDENT: launched as `_dependent_launch` says, but
-    without letting the next kernel start, whose programs would lie unevenly between these.
-    """
-    if DEPENDENT:
-        gdc_wait()
-    parts = tl.cdiv(features, FEATURES)
-    # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
-    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    if ONE_TOKEN:
-        chosen = tl.load(tiles + tile)
-        expert = tl.where((chosen >= 0) & (chosen < num_experts), chosen, -1).to(tl.int32)
-        first, last = tile, tile + 1
-    else:
-        expert = tl.load(tiles + tile)
-        first, last = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
-    if expert < 0:
-        return
+    """Rows first .. last - 1 of the order, BLOCK_M at most, times one part of an expert's features."""
     row = first + tl.arange(0, BLOCK_M)
     here = row < last
     pair = row if ONE_TOKEN else tl.load(order + row, mask=here, other=0)
@@ -246,6 +222,109 @@ def experts_kernel(
         tl.store(out + far[None, :] + n[:, None], answer, mask=here[None, :] & live[:, None])
     else:
         tl.store(out + far[:, None] + n[None, :], answer, mask=here[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def experts_kernel(
+    x,
+    w,
+    out,
+    order,
+    tiles,
+    num_experts,
+    features,
+    K,
+    x_row,
+    top_k,
+    max_tiles,
+    GATED: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEATURES: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A tile of rows of one expert times FEATURES output features of its weight.
+
+    GATED: x [num_tokens, K], w [num_experts, 2 * features, K] -> silu(gate) * up in out [num_pairs, features], whose
+    rows are in `order`; gate and up are rounded first, and so is silu. Else x is such an out, w [num_experts,
+    features, K], and out [num_pairs, features] has the pairs in their own order.
+
+    K is added up from first to last in one float32 accumulator, whatever the tile. FEATURES may be fewer than the
+    tile has room for (BLOCK_N, or half of it if GATED): the rest is neither read nor written. ONE_TOKEN: pairs are in
+    order as they are, one per tile, and tiles is their expert_ids. DEPENDENT: launched as `_dependent_launch` says, but
+    without letting the next kernel start, whose programs would lie unevenly between these.
+    """
+    if DEPENDENT:
+        gdc_wait()
+    parts = tl.cdiv(features, FEATURES)
+    # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
+    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    if ONE_TOKEN:
+        chosen = tl.load(tiles + tile)
+        expert = tl.where((chosen >= 0) & (chosen < num_experts), chosen, -1).to(tl.int32)
+        first, last = tile, tile + 1
+    else:
+        expert = tl.load(tiles + tile)
+        first, last = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    if expert < 0:
+        return
+    # A tile that is half empty, as an expert's last may be, costs half.
+    if BLOCK_M > 64 and last - first <= BLOCK_M // 2:
+        _multiply_rows(
+            x,
+            w,
+            out,
+            order,
+            expert,
+            first,
+            last,
+            part,
+            features,
+            K,
+            x_row,
+            top_k,
+            GATED,
+            ONE_TOKEN,
+            WEIGHT_FIRST,
+            PRECISION,
+            EVEN_K,
+            BLOCK_M // 2,
+            BLOCK_N,
+            FEATURES,
+            STEP,
+            STAGES,
+        )
+    else:
+        _multiply_rows(
+            x,
+            w,
+            out,
+            order,
+            expert,
+            first,
+            last,
+            part,
+            features,
+            K,
+            x_row,
+            top_k,
+            GATED,
+            ONE_TOKEN,
+            WEIGHT_FIRST,
+            PRECISION,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            FEATURES,
+            STEP,
+            STAGES,
+        )
 
 
 @triton.jit
