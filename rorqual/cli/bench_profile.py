@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from rorqual.cli.bench_steady import long_enough, running, step_until_decoding
 from rorqual.cli.bench_workload import Workload
 from rorqual.engine.engine import Engine, StepStats
-from rorqual.ops.registry import Op, around
+from rorqual.ops.registry import OPS, Op, around
 
 if TYPE_CHECKING:
     from rorqual.llm import LLM
@@ -139,9 +139,9 @@ def _profiled(engine: Engine, kind: str, most_steps: int, path: str) -> Timeline
         found.export_chrome_trace(path)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"cannot write --profile-out {path}: {error}") from None
-    own = {_STEP, *stats.seconds}
+    own = {_STEP, *stats.seconds}  # of these ranges a GPU's trace has copies among the kernels
     stages = {stage: seconds * 1e6 for stage, seconds in stats.seconds.items()}
-    device, launches = _device_spans(found.events() or [], own)
+    device, launches = device_spans(found.events() or [], own | OPS.keys())
     if device:
         busy_us, gaps = busy_and_gaps(device)
         span_us = max(s.end_us for s in device) - min(s.start_us for s in device)
@@ -175,7 +175,7 @@ def _recorded(op: Op[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], k
         return fn(*args, **kwargs)
 
 
-def _device_spans(events: Iterable[Any], own: set[str]) -> tuple[list[Span], Total]:
+def device_spans(events: Iterable[Any], own: set[str]) -> tuple[list[Span], Total]:
     """What ran on the device, without the ranges that are our own, and the calls that handed it over."""
     spans, count, launch_us = [], 0, 0.0
     for event in events:

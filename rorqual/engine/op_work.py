@@ -38,6 +38,14 @@ def _linear(given: Arguments, result: torch.Tensor) -> Work:
     return Work(num_bytes, 2 * rows * x.shape[-1] * result.shape[-1])
 
 
+def _gated_linear(given: Arguments, result: torch.Tensor) -> Work:
+    """A product twice as wide as the result."""
+    x, rows = given["x"], result.numel() // result.shape[-1]
+    bias = 0 if given["bias"] is None else given["bias"].nbytes
+    num_bytes = x.nbytes + given["weight"].nbytes + bias + result.nbytes
+    return Work(num_bytes, 2 * rows * x.shape[-1] * 2 * result.shape[-1])
+
+
 def _embedding(given: Arguments, result: torch.Tensor) -> Work:
     table = given["weight"]
     width = table.nbytes / max(1, _num_values(table))
@@ -54,6 +62,14 @@ def _store(given: Arguments, _result: Any) -> Work:
     key, cache = given["key"], given["key_cache"]
     read = key.nbytes + given["value"].nbytes + given["slot_mapping"].nbytes
     return Work(read + 2 * key.numel() * cache.element_size(), 0)
+
+
+def _rotate_and_store(given: Arguments, result: torch.Tensor) -> Work:
+    qkv, cache, angles = given["qkv"], given["cache"].key, given["rotation"].cos_sin
+    stored = 2 * qkv.shape[0] * cache.shape[2] * cache.shape[3] * cache.element_size()
+    looked_up = qkv.shape[0] * angles.shape[1] * angles.element_size()
+    places = 2 * given["batch"].positions.nbytes  # where each token stands, and where it goes
+    return Work(qkv.nbytes + result.nbytes + stored + looked_up + places, 0)
 
 
 def _attention(given: Arguments, result: torch.Tensor) -> Work:
@@ -133,11 +149,13 @@ _COUNTS: dict[str, Callable[[Arguments, Any], Work]] = {
     "attention_block": _attention_block,
     "embedding": _embedding,
     "fused_experts": _fused_experts,
+    "gated_linear": _gated_linear,
     "gated_mlp_block": _gated_mlp_block,
     "linear": _linear,
     "paged_attention": _attention,
     "quantize": _elementwise,
     "rms_norm": _elementwise,
+    "rotate_and_store": _rotate_and_store,
     "rotary_embedding": _rope,
     "route_softmax": _elementwise,
     "silu_and_mul": _elementwise,

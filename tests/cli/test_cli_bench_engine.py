@@ -2,10 +2,21 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
-from rorqual.cli.bench_profile import Span, busy_and_gaps, largest, profile_steps
+from rorqual.cli.bench_profile import (
+    Span,
+    Timeline,
+    Total,
+    busy_and_gaps,
+    device_spans,
+    largest,
+    profile_steps,
+)
 from rorqual.cli.bench_steady import long_enough, running, seconds_per_step, step_until_decoding
 from rorqual.cli.bench_workload import draw_workload
 from tests.engine.engines import tiny_llm
@@ -124,3 +135,38 @@ def test_device_time_is_the_union_and_gaps_are_what_is_longer_than_a_microsecond
     assert busy == 10 + 9.5 + 3
     assert (gaps.num, gaps.us) == (1, 10)
     assert [tuple(total) for total in largest(spans)] == [("a", 2, 19.5), ("c", 2, 3.5), ("b", 1, 3)]
+
+
+def event(name, start, end, device, *, own=False):
+    return SimpleNamespace(name=name, device_type=device, time_range=Interval(start, end), is_user_annotation=own)
+
+
+def test_ranges_of_our_own_are_no_device_time_and_launches_are_the_hosts():
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        event("forward", 0, 90, cpu),
+        event("cudaLaunchKernelExC", 1, 3, cpu),
+        event("cudaGraphLaunch", 5, 9, cpu),
+        event("cudaEventSynchronize", 9, 50, cpu),
+        event("forward", 10, 90, cuda),
+        event("something", 10, 90, cuda, own=True),
+        event("gemm", 10, 30, cuda),
+        event("gemm", 40, 50, cuda),
+    ]
+    spans, launches = device_spans(events, {"forward"})
+    assert spans == [Span("gemm", 10, 30), Span("gemm", 40, 50)]
+    assert (launches.num, launches.us) == (2, 6)
+
+
+def test_table_of_a_device_is_per_step():
+    timeline = Timeline(
+        kind="decode", num_steps=2, wall_us=4000.0, stages={"forward": 1000.0}, launches=Total("launches", 8, 600.0),
+        busy_us=3000.0, span_us=3800.0, gaps=Total("gaps", 4, 700.0), top=[Total("gemm", 20, 2400.0)],
+    )  # fmt: skip
+    lines = {line[:22].strip(): line[22:].split() for line in timeline.table().splitlines()[1:] if " ms" in line[22:]}
+    assert {name: words[0] for name, words in lines.items()} == {
+        "step": "2.000", "host: forward": "0.500", "host: launches": "0.300", "device busy": "1.500",
+        "device gaps": "0.350", "device small gaps": "0.050",
+    }  # fmt: skip
+    assert "75.0% of the step" in timeline.table()
+    assert "    1.200  80.0%    10.0    120.00  gemm" in timeline.table()

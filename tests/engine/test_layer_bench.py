@@ -3,16 +3,19 @@
 import pytest
 import torch
 
-from rorqual.batch import Batch
+from rorqual.batch import Batch, CacheView
 from rorqual.config import EngineConfig
 from rorqual.engine.layer_bench import LayerBench, StepShape, made_up_batch
 from rorqual.engine.op_work import op_work
 from rorqual.engine.roofline import model_cost
 from rorqual.loader.checkpoint import open_checkpoint
 from rorqual.ops.attention import paged_attention
+from rorqual.ops.decoder_blocks import Rotation, rotate_and_store
+from rorqual.ops.gated_linear import gated_linear
 from rorqual.ops.linear import linear
 from rorqual.ops.registry import OPS, around
 from rorqual.ops.rms_norm import rms_norm
+from rorqual.ops.store_kvcache import LayerKV
 from tests.tiny import checkpoint_folder
 
 DECODE, PROMPT = StepShape(3, 1, 9), StepShape(2, 10, 10)
@@ -91,6 +94,21 @@ def test_linear_counts_its_weight_bias_and_rows():
     assert work == (4 * (5 * 16 + 24 * 16 + 24 + 5 * 24), 2 * 5 * 16 * 24)
     norm = op_work(rms_norm, (x, torch.ones(16)), {"eps": 1e-6}, rms_norm(x, torch.ones(16), eps=1e-6))
     assert norm == (4 * (2 * 5 * 16 + 16), 0)
+
+
+def test_fused_ops_count_what_they_stand_for():
+    x, weight = torch.zeros(5, 16), torch.zeros(2 * 12, 16)
+    gated = op_work(gated_linear, (x, weight), {}, gated_linear(x, weight))
+    assert gated == (4 * (5 * 16 + 24 * 16 + 5 * 12), 2 * 5 * 16 * 24)
+    caches = LayerKV(0, *(torch.zeros(3, 4, 2, 8, dtype=torch.bfloat16) for _ in "kv"))
+    positions = torch.arange(5)
+    view = CacheView(torch.arange(5), torch.zeros(1, 3, dtype=torch.int32))
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    batch = Batch(positions, positions, ends, ends[1:], (view,), positions[-1:], (5,), (5,))
+    qkv, rotation = torch.zeros(5, 4 + 2 * 2, 8), Rotation(torch.zeros(9, 8), interleaved=False, offset=0)
+    named = {"num_heads": 4, "rotation": rotation}
+    work = op_work(rotate_and_store, (qkv, batch, caches), named, rotate_and_store(qkv, batch, caches, **named))
+    assert work == (4 * 5 * (8 * 8 + 4 * 8) + 2 * 2 * 5 * 2 * 8 + 4 * 5 * 8 + 2 * 8 * 5, 0)
 
 
 def test_ops_that_are_not_counted_say_so():
