@@ -6,6 +6,9 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.prefix import PrefixIndex, PrefixNode
 from rorqual.sequence import Sequence
@@ -120,6 +123,14 @@ class CacheManager:
                     group.pool.publish(table[i], seq.prefix[i])
             seq.num_published_blocks = num_full
         self._release_passed(seq)
+
+    def has_news_at(self, num_computed: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether `publish` has anything to do at these counts, int64 [n], of sequences that compute token by token."""
+        news: NDArray[np.bool_] = (num_computed % self.block_size == 0) & self.enable_prefix_caching
+        for _, window in self.groups:
+            if window is not None:
+                news |= (num_computed - window + 1) % self.block_size == 0
+        return news
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks back. The sequence starts again from its tokens, less what the prefix cache then holds."""

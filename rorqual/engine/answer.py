@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rorqual.outputs import CompletionOutput, FinishReason, Logprob
 from rorqual.sampling_params import SamplingParams
 from rorqual.sequence import Sequence
@@ -12,7 +15,10 @@ from rorqual.tokenizer.tokenizer import Tokenizer
 
 
 class Answer:
-    """Consumes the tokens of one sequence and decides when it ends."""
+    """Consumes the tokens of one sequence and decides when it ends.
+
+    Text that nobody reads as it comes, and in which no stop string is looked for, is made at the end.
+    """
 
     def __init__(
         self,
@@ -33,6 +39,21 @@ class Answer:
         if tokenizer is not None and params.detokenize:
             self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._text_at_end = not (seq.is_streamed or params.stop)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end it."""
+        return self._eos | self._stop_token_ids
+
+    @property
+    def only_collects(self) -> bool:
+        """Whether a token that does not end it is only added to its ids: no text, no logprobs, no counts change."""
+        params = self.params
+        counted = params.bad_words or params.repetition_penalty != 1.0
+        counted = counted or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        makes_text = self._detokenizer is not None and not self._text_at_end
+        return not (self.seq.is_streamed or makes_text or self.output.logprobs is not None or counted)
 
     @property
     def finished(self) -> bool:
@@ -49,7 +70,8 @@ class Answer:
         is_stop_token = token_id in self._stop_token_ids
         ends = is_stop_token or token_id in self._eos
         text = ""
-        if self._detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+        shown = not ends or self.params.include_stop_str_in_output
+        if self._detokenizer is not None and not self._text_at_end and shown:
             text = self._match(self._detokenizer.push(token_id))
         if self.finished:  # by a stop string
             return text
@@ -60,8 +82,14 @@ class Answer:
         return text
 
     def end(self, reason: FinishReason, *, stop_reason: int | None = None, error: str | None = None) -> str:
-        """End the answer; returns the text that was held back for a stop string or an incomplete character."""
-        text = self._match(self._detokenizer.finish()) if self._detokenizer is not None else ""
+        """End the answer; returns its text that was not emitted yet."""
+        text = ""
+        if self._detokenizer is not None:
+            if self._text_at_end:
+                hidden = reason == "stop" and not self.params.include_stop_str_in_output
+                shown = self.output.token_ids[:-1] if hidden else self.output.token_ids
+                text = self._emit("".join(map(self._detokenizer.push, shown)))
+            text += self._match(self._detokenizer.finish())
         if not self.finished:
             text += self._emit(self._stop.finish())
             self.output.finish_reason, self.output.stop_reason, self.output.error = reason, stop_reason, error
@@ -79,3 +107,26 @@ class Answer:
     def _emit(self, text: str) -> str:
         self.output.text += text
         return text
+
+
+class AnswerRows:
+    """The answers behind the rows of decode steps, and which of them a step's tokens are more than numbers for."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self._answers = answers
+        self._token_ids = [answer.output.token_ids for answer in answers]
+        self._looked_at = np.array([not answer.only_collects for answer in answers])
+        self._end_token_ids = np.array(sorted(frozenset().union(*(a.end_token_ids for a in answers))), np.int64)
+
+    def take(self, rows: SequenceOf[int]) -> AnswerRows:
+        """Only these rows."""
+        return AnswerRows([self._answers[row] for row in rows])
+
+    def to_push(self, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[num_rows]: whether a row's answer has to `push` its token; the others may `collect` theirs."""
+        return self._looked_at | np.isin(token_ids, self._end_token_ids)
+
+    def collect(self, rows: SequenceOf[int], token_ids: SequenceOf[int]) -> None:
+        """Add a token each to these rows' answers."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            self._token_ids[row].append(token_id)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
+from rorqual.engine.decode_rows import padded_block_tables
 from rorqual.engine.transfer import upload
 from rorqual.sequence import Chunk
 
@@ -28,7 +29,6 @@ def build_batch(
     *,
     block_size: int,
     device: torch.device,
-    input_ids: torch.Tensor | None = None,
 ) -> BuiltBatch:
     """Lay chunks end to end.
 
@@ -36,7 +36,6 @@ def build_batch(
         chunks: single-token ones first, as the scheduler returns them; their sequences hold blocks for them.
         wants_all_logits: per chunk, whether every token's logits are wanted (prompt_logprobs) or only those from the
             last known token on, which yield new ones.
-        input_ids: [num_tokens] int64 on the device, where the host does not know the tokens yet.
     """
     stops = np.fromiter((stop for _, _, stop in chunks), np.int64, len(chunks))
     lengths = stops - np.fromiter((start for _, start, _ in chunks), np.int64, len(chunks))
@@ -55,18 +54,19 @@ def build_batch(
     wanted = np.arange(row_ends[-1]) + np.repeat(cu_seqlens[1:] - row_ends, counts)
 
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
-        np.array(_known_ids(chunks) if input_ids is None else (), np.int64),
+        np.array(_known_ids(chunks), np.int64),
         positions,
         wanted,
         cu_seqlens.astype(np.int32),
         stops.astype(np.int32),
     ]
-    for group in range(len(chunks[0].seq.block_tables)):
-        tables = _block_tables(chunks, group)
+    seqs = [seq for seq, _, _ in chunks]
+    for group in range(len(seqs[0].block_tables)):
+        tables = padded_block_tables(seqs, group)
         host += [tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size, tables]
     ids, at, logits_indices, offsets, context_lens, *caches = upload(host, device)
     batch = Batch(
-        input_ids=ids if input_ids is None else input_ids,
+        input_ids=ids,
         positions=at,
         cu_seqlens_q=offsets,
         context_lens=context_lens,
@@ -85,12 +85,3 @@ def _known_ids(chunks: SequenceOf[Chunk]) -> list[int]:
         if stop > len(seq.token_ids):
             found += seq.draft_token_ids[: stop - len(seq.token_ids)]
     return found
-
-
-def _block_tables(chunks: SequenceOf[Chunk], group: int) -> NDArray[np.int32]:
-    """[num_seqs, longest table]; blocks that a window has passed and the space behind a table read as block 0."""
-    tables = [chunk.seq.block_tables[group] for chunk in chunks]
-    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
-    for row, table in zip(out, tables, strict=True):
-        row[: len(table)] = np.frombuffer(table, np.int32)
-    return np.maximum(out, 0, out=out)

@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from rorqual.batch import Batch
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.config import EngineConfig
-from rorqual.engine.answer import Answer
+from rorqual.engine.answer import Answer, AnswerRows
 from rorqual.engine.batch_builder import build_batch
+from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
@@ -71,7 +70,8 @@ class _Request:
 class _Flight(NamedTuple):
     """A decode step that the device has been told of and whose tokens nobody has looked at yet."""
 
-    chunks: list[Chunk]
+    rows: DecodeRows
+    answers: AnswerRows
     drawn: Drawn
 
 
@@ -114,6 +114,7 @@ class Engine:
             max_num_seqs=self.resolved.max_num_seqs,
             long_prefill_token_threshold=self.resolved.long_prefill_token_threshold,
         )
+        self._decode_buffer = self._runner.decode_buffer
         self._sampler = Sampler(self.vocab_size)
         self._looks_ahead = self.resolved.async_scheduling
         self._flight: _Flight | None = None
@@ -136,7 +137,8 @@ class Engine:
     ) -> str:
         """Queue a request and return its id; `on_finish` is called once, with the whole output.
 
-        streamed: somebody reads the tokens as they come; steps beside it then carry fewer tokens of other prompts.
+        streamed: somebody reads the tokens as they come, which `step` returns then; steps beside it carry fewer tokens
+            of other prompts.
 
         Raises ValueError, and changes nothing, when it can never be served: empty, ids outside the vocabulary, longer
         than the context or the cache, sampling options that this model does not have.
@@ -238,95 +240,109 @@ class Engine:
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StreamDelta]:
-        """Move every running sequence on; returns what each answer gained. [] when there is nothing to do.
+        """Move every running sequence on; returns what each answer of a streamed request gained.
 
         With `async_scheduling` the device works on a step while the one before is read: a call that only starts one
         returns [] too, and an answer's end is found when its next token is computed already, which is dropped.
         """
-        stats, start = self.stats, time.perf_counter()
+        start = time.perf_counter()
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._flight = self._fly_ahead(flight)
-            deltas = self._land(flight)
-            stats.num_steps += 1
-            self._pacing.record(
-                num_decodes=len(flight.chunks), num_prompt_tokens=0, seconds=time.perf_counter() - start
-            )
+            gone = [row for row, seq in enumerate(flight.rows.seqs) if seq not in self._answer_of]
+            self._flight = self._fly_ahead(flight, gone)
+            with self.stats.stage("wait"):
+                drawn = flight.drawn.wait()
+            deltas = self._keep(flight, drawn, gone)
+            self._count_step(start, num_decodes=len(flight.rows.seqs))
             return deltas
-        with stats.stage("schedule"):
+        with self.stats.stage("schedule"):
             chunks = self.scheduler.schedule(self._pacing.prompt_limit)
         if not chunks:
             return []
-        wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
-        batch, rows, logits = self._compute(chunks, wants_all)
-        if self._looks_ahead and not any(wants_all) and self._can_fly(chunks):
-            self._flight = self._take_off(chunks, logits)
+        rows = DecodeRows.of(chunks)
+        if rows is None:
+            return self._step_with_prompts(chunks, start)
+        flight = self._take_off(rows, AnswerRows([self._answer_of[seq][1] for seq in rows.seqs]))
+        if self._looks_ahead and self._sampler.can_draw_later(rows.sampler_slots):
+            self._flight = flight
             return []
-        with stats.stage("sample"):
-            sampled = self._sample(chunks, rows, logits)
-        with stats.stage("update"):
-            deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
-        stats.num_steps += 1
-        num_decodes = sum(length == 1 for length in batch.query_lens)
-        num_prompt_tokens = sum(length for length in batch.query_lens if length > 1)
+        with self.stats.stage("sample"):
+            drawn = flight.drawn.wait()
+        deltas = self._keep(flight, drawn, ())
+        self._count_step(start, num_decodes=len(rows.seqs))
+        return deltas
+
+    def _count_step(self, start: float, *, num_decodes: int, num_prompt_tokens: int = 0) -> None:
+        self.stats.num_steps += 1
         self._pacing.record(
             num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, seconds=time.perf_counter() - start
         )
-        return deltas
 
-    def _compute(
-        self, chunks: list[Chunk], wants_all: list[bool], input_ids: torch.Tensor | None = None
-    ) -> tuple[Batch, list[range], torch.Tensor]:
-        """Build and run a batch; the last part are its logits."""
+    # ---- steps that only decode; on a GPU each is started before the one before is read
+
+    def _take_off(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> _Flight:
+        """Tell the device of a step. input_ids: where the host does not know them yet."""
+        with self.stats.stage("build"):
+            batch = self._decode_buffer.fill(rows, input_ids)
+        with self.stats.stage("forward"):
+            logits = self._runner.run(batch)
+        with self.stats.stage("sample"):
+            return _Flight(rows, answers, self._sampler.draw(logits, rows.sampler_slots, rows.stops))
+
+    def _fly_ahead(self, flight: _Flight, gone: SequenceOf[int]) -> _Flight | None:
+        """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
+        rows, answers, token_ids = flight.rows, flight.answers, flight.drawn.token_ids
+        with self.stats.stage("schedule"):
+            ahead = self.scheduler.look_ahead(rows, gone)
+            if ahead is None:
+                return None
+            if len(ahead.seqs) != len(rows.seqs):
+                row_of = {seq: row for row, seq in enumerate(rows.seqs)}
+                left = np.array([row_of[seq] for seq in ahead.seqs])
+                answers = answers.take(left.tolist())
+                token_ids = token_ids[upload([left], token_ids.device)[0]]
+        return self._take_off(ahead, answers, token_ids)
+
+    def _keep(self, flight: _Flight, drawn: SamplerOutput, gone: SequenceOf[int]) -> list[StreamDelta]:
+        """Give a step's tokens to its answers, but for the rows in `gone`, whose answers have ended meanwhile."""
+        rows = flight.rows
+        with self.stats.stage("update"):
+            token_ids = np.array(drawn.token_ids)
+            pushed = flight.answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
+            pushed[list(gone)] = True
+            collected = np.flatnonzero(~pushed)
+            new = token_ids[collected].tolist()
+            flight.answers.collect(collected.tolist(), new)
+            seqs = [rows.seqs[row] for row in collected.tolist()]
+            self.scheduler.advance_decodes(seqs, rows.stops[collected], new)
+            self.stats.num_output_tokens += len(new)
+            deltas = []
+            for row in np.flatnonzero(pushed).tolist():
+                if rows.seqs[row] in self._answer_of:
+                    chunk = Chunk(rows.seqs[row], int(rows.stops[row]) - 1, int(rows.stops[row]))
+                    deltas.append(self._update(chunk, self._result(drawn, row)))
+            return [delta for delta in deltas if delta is not None]
+
+    # ---- steps with prompts
+
+    def _step_with_prompts(self, chunks: list[Chunk], start: float) -> list[StreamDelta]:
+        wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
         with self.stats.stage("build"):
             batch, rows = build_batch(
-                chunks,
-                wants_all,
-                block_size=self.resolved.block_size,
-                device=self.resolved.device,
-                input_ids=input_ids,
+                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device
             )
         with self.stats.stage("forward"):
-            return batch, rows, self._runner.run(batch)
-
-    # ---- steps that are started before the one before is read
-
-    def _can_fly(self, chunks: list[Chunk]) -> bool:
-        """Whether all of a step is single tokens whose draws need nothing that only the host knows."""
-        if any(stop != start + 1 or stop < len(seq.token_ids) for seq, start, stop in chunks):
-            return False
-        return self._sampler.can_draw_later(_slots(chunks))
-
-    def _take_off(self, chunks: list[Chunk], logits: torch.Tensor) -> _Flight:
+            logits = self._runner.run(batch)
         with self.stats.stage("sample"):
-            return _Flight(chunks, self._sampler.draw(logits, *_sample_rows(chunks)))
-
-    def _fly_ahead(self, flight: _Flight) -> _Flight | None:
-        """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
-        with self.stats.stage("schedule"):
-            chunks = self.scheduler.look_ahead([c for c in flight.chunks if c.seq in self._answer_of])
-            if not chunks:
-                return None
-            input_ids = flight.drawn.token_ids
-            if len(chunks) != len(flight.chunks):
-                row_of = {chunk.seq: row for row, chunk in enumerate(flight.chunks)}
-                kept = np.array([row_of[chunk.seq] for chunk in chunks])
-                input_ids = input_ids[upload([kept], input_ids.device)[0]]
-        _, _, logits = self._compute(chunks, [False] * len(chunks), input_ids)
-        return self._take_off(chunks, logits)
-
-    def _land(self, flight: _Flight) -> list[StreamDelta]:
-        """Read a step's tokens; those of answers that have ended meanwhile are dropped."""
-        with self.stats.stage("wait"):
-            drawn = flight.drawn.wait()
+            sampled = self._sample(chunks, rows, logits)
         with self.stats.stage("update"):
-            deltas = []
-            for chunk, result in zip(flight.chunks, self._results(drawn), strict=True):
-                if chunk.seq in self._answer_of:
-                    delta = self._update(chunk, result)
-                    assert delta is not None
-                    deltas.append(delta)
-            return deltas
+            deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
+        self._count_step(
+            start,
+            num_decodes=sum(length == 1 for length in batch.query_lens),
+            num_prompt_tokens=sum(length for length in batch.query_lens if length > 1),
+        )
+        return deltas
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
         request, answer = self._answer_of[seq]
@@ -349,15 +365,19 @@ class Engine:
         last_rows = [first_rows[i + 1] - 1 for i in sampling]
         if len(last_rows) != logits.shape[0]:
             logits = logits[last_rows]
-        drawn = self._sampler.draw(logits, *_sample_rows([chunks[i] for i in sampling])).wait()
-        for i, result in zip(sampling, self._results(drawn), strict=True):
-            results[i] = result
+        sequences = [chunks[i].seq for i in sampling]
+        slots = np.array([seq.sampler_slot for seq in sequences], np.int64)
+        drawn = self._sampler.draw(logits, slots, np.array([len(seq.token_ids) for seq in sequences], np.int64)).wait()
+        for row, i in enumerate(sampling):
+            results[i] = self._result(drawn, row)
         return results
 
-    def _results(self, drawn: SamplerOutput) -> Iterator[tuple[int, dict[int, Logprob] | None] | str]:
-        """Per row: the token and its logprobs, or what went wrong."""
-        for token, logprobs, failed in zip(drawn.token_ids, drawn.logprobs, drawn.failed, strict=True):
-            yield _NO_USABLE_LOGITS if failed else (token, self._named(logprobs) if logprobs is not None else None)
+    def _result(self, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
+        """A row's token and its logprobs, or what went wrong."""
+        if drawn.failed[row]:
+            return _NO_USABLE_LOGITS
+        logprobs = drawn.logprobs[row]
+        return drawn.token_ids[row], self._named(logprobs) if logprobs is not None else None
 
     def _record_prompt_logprobs(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
         """The logits at position p are about the prompt token at p + 1."""
@@ -378,7 +398,7 @@ class Engine:
         }
 
     def _update(self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str | None) -> StreamDelta | None:
-        """Record a computed chunk; returns what its answer gained, or None."""
+        """Record a computed chunk; returns what its answer gained, or None if nobody reads along."""
         seq = chunk.seq
         request, answer = self._answer_of[seq]
         times, output = request.output.times, answer.output
@@ -409,6 +429,8 @@ class Engine:
             self.stats.num_output_tokens += 1
         if answer.finished:
             self._retire(request, answer)
+        if not seq.is_streamed:
+            return None
         return StreamDelta(
             request.output.request_id,
             output.index,
@@ -466,15 +488,6 @@ class Engine:
     def _kernels_by_backend(self) -> dict[str, str]:
         backends = dict.fromkeys(self.kernels.values())
         return {b: ", ".join(op for op, used in self.kernels.items() if used == b) for b in backends}
-
-
-def _slots(chunks: list[Chunk]) -> NDArray[np.int64]:
-    return np.fromiter((chunk.seq.sampler_slot for chunk in chunks), np.int64, len(chunks))
-
-
-def _sample_rows(chunks: list[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The draw behind each chunk, which ends with the last token so far: its slot and its position."""
-    return _slots(chunks), np.fromiter((chunk.stop for chunk in chunks), np.int64, len(chunks))
 
 
 _NO_USABLE_LOGITS = "the model gave no usable logits (NaN, or every token was forbidden)"

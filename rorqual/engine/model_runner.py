@@ -18,7 +18,8 @@ from rorqual.cache.spec import GroupLayers, group_layers
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
-from rorqual.engine.cuda_graphs import DecodeGraphs
+from rorqual.engine.cuda_graphs import DecodeGraphs, graph_sizes
+from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.layers.decoder import Placement
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.checkpoint import Checkpoint
@@ -104,6 +105,13 @@ class ModelRunner:
         self.kv = KVStorage(
             resolved.groups, resolved.num_blocks, block_size=resolved.block_size, device=resolved.device
         )
+        self.decode_buffer = DecodeBuffer(
+            max_num_seqs=resolved.max_num_seqs,
+            max_model_len=resolved.max_model_len,
+            block_size=resolved.block_size,
+            num_groups=len(resolved.groups),
+            device=resolved.device,
+        )
         self._graphs: DecodeGraphs | None = None
         self._uses_graphs = resolved.device.type == "cuda" and not config.enforce_eager
         self._progress = progress
@@ -140,11 +148,9 @@ class ModelRunner:
         if self._uses_graphs and all(used.get(op) != "reference" for op in _OPS_THAT_WAIT):
             self._graphs = DecodeGraphs(
                 lambda batch: self.model(batch, self.kv),
-                max_num_seqs=self.resolved.max_num_seqs,
+                self.decode_buffer,
                 max_model_len=self.resolved.max_model_len,
-                block_size=self.resolved.block_size,
-                num_groups=len(self.resolved.groups),
-                device=self.resolved.device,
+                sizes=graph_sizes(self.resolved.max_num_seqs),
                 progress=self._progress,
             )
         return used

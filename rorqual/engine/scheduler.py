@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rorqual.cache.manager import CacheManager
 from rorqual.cache.prefix import PrefixNode
+from rorqual.engine.decode_rows import DecodeRows
 from rorqual.sequence import Chunk, Sequence
 
 MAX_PROMPTS_IN_PROGRESS = 8
@@ -92,23 +96,44 @@ class Scheduler:
             seq.num_computed_tokens = len(seq.token_ids) - 1
         self.cache.publish(seq)
 
-    def look_ahead(self, chunks: SequenceOf[Chunk]) -> list[Chunk]:
-        """The step after one that decodes these sequences, before its tokens are known; [] where that cannot be said.
+    def advance_decodes(
+        self, seqs: SequenceOf[Sequence], stops: NDArray[np.int64], new_token_ids: SequenceOf[int]
+    ) -> None:
+        """As `advance` for chunks that end a sequence's known tokens, have one token each, and yield one each.
 
-        It can while nothing but these sequences could be scheduled, and blocks are free for them. Sequences that the
-        unknown token fills are left out. Other ends show later: what was computed for them then is dropped.
+        stops: int64 [num_seqs], those of the chunks.
         """
-        if len(chunks) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
-            return []
-        ahead = []
-        for seq, start, stop in chunks:
-            if seq.draft_token_ids or seq.num_computed_tokens != start:
-                return []
-            if stop + 1 < seq.max_len:
-                if not self.cache.reserve(seq, stop + 1):
-                    return []
-                ahead.append(Chunk(seq, stop, stop + 1))
-        return ahead
+        for seq, token_id in zip(seqs, new_token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            seq.num_computed_tokens += 1
+        for i in np.flatnonzero(self.cache.has_news_at(stops)).tolist():
+            self.cache.publish(seqs[i])
+
+    def look_ahead(self, rows: DecodeRows, gone: SequenceOf[int] = ()) -> DecodeRows | None:
+        """The step after one that decodes these rows, before its tokens are known; None where that cannot be said.
+
+        It can while nothing but these sequences could be scheduled, and blocks are free for them. Left out are rows in
+        `gone`, whose sequences were finished meanwhile, and those that the unknown token fills. Other ends show later:
+        what was computed for them then is dropped.
+        """
+        num_left = len(rows.seqs) - len(gone)
+        if num_left != len(self.running) or (self.waiting and num_left < self.max_num_seqs):
+            return None
+        goes_on = rows.stops + 1 < rows.max_lens
+        goes_on[list(gone)] = False
+        if not goes_on.all():
+            rows = rows.take(np.flatnonzero(goes_on))
+            if not rows.seqs:
+                return None
+        if any(seq.draft_token_ids for seq in rows.seqs):
+            return None
+        size = self.cache.block_size
+        for row in np.flatnonzero(rows.stops % size == 0).tolist():
+            stop = int(rows.stops[row])
+            if not self.cache.reserve(rows.seqs[row], stop + 1):
+                return None
+            rows.copy_block(row, stop // size)
+        return rows.next()
 
     def finish(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is, and give its blocks back."""

@@ -73,7 +73,8 @@ def test_a_step_flies_while_the_last_is_read() -> None:
     with tiny_llm("llama") as llm:
         engine = llm.engine
         engine._looks_ahead = True
-        request_id = engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        request_id = engine.add_request([5, 6, 7], params, streamed=True)
         assert len(engine.step()) == 1, "the prompt's step is read at once"
         assert engine.step() == []
         assert engine._flight is not None

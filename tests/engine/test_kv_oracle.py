@@ -2,19 +2,22 @@
 
 Each slot stores the exact token prefix it was computed from. The model re-reads every slot that its query may see
 through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. So
-equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection at once.
+equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection at once;
+and steps ahead, which run before the tokens of the step before are recorded, through the block tables of their rows.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence as SequenceOf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import PASSED, CacheManager, GroupPool
+from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.scheduler import Scheduler
 from rorqual.sequence import Chunk, Sequence
 
@@ -40,9 +43,33 @@ class PagedModel:
         self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [{} for _ in cache.groups]
 
     def run(self, chunk: Chunk) -> list[int]:
-        seq, size = chunk.seq, self.cache.block_size
+        seq = chunk.seq
         text = seq.token_ids + seq.draft_token_ids
-        for group, table, slots in zip(self.cache.groups, seq.block_tables, self.slots, strict=True):
+        self._write_and_read(chunk, text, seq.block_tables)
+        accepted: list[int] = []
+        if chunk.samples:
+            for i in range(len(seq.token_ids), chunk.stop + 1):
+                accepted.append(next_token(tuple(text[:i]), seq.cache_salt))
+                if i == chunk.stop or accepted[-1] != text[i]:
+                    break
+        return accepted[: seq.max_len - len(seq.token_ids)]
+
+    def run_rows(self, rows: DecodeRows, pending: dict[Sequence, int]) -> list[int]:
+        """A token per row; those of the step before, in `pending`, are not in token_ids yet."""
+        tokens = []
+        for row, seq in enumerate(rows.seqs):
+            text = [*seq.token_ids, *([pending[seq]] if seq in pending else [])]
+            stop = int(rows.stops[row])
+            assert stop == len(text) < rows.max_lens[row]
+            assert seq.num_computed_tokens == len(seq.token_ids) - 1
+            tables = [table[row].tolist() for table in rows.block_tables]
+            self._write_and_read(Chunk(seq, stop - 1, stop), text, tables)
+            tokens.append(next_token(tuple(text), seq.cache_salt))
+        return tokens
+
+    def _write_and_read(self, chunk: Chunk, text: list[int], tables: SequenceOf[SequenceOf[int]]) -> None:
+        seq, size = chunk.seq, self.cache.block_size
+        for group, table, slots in zip(self.cache.groups, tables, self.slots, strict=True):
             for i in range(chunk.start, chunk.stop):
                 assert table[i // size] != PASSED
                 slots[table[i // size], i % size] = (seq.cache_salt, tuple(text[: i + 1]))
@@ -51,13 +78,6 @@ class PagedModel:
                 for i in range(first, query + 1):
                     found = slots.get((table[i // size], i % size))
                     assert found == (seq.cache_salt, tuple(text[: i + 1])), "stale or foreign KV"
-        accepted: list[int] = []
-        if chunk.samples:
-            for i in range(len(seq.token_ids), chunk.stop + 1):
-                accepted.append(next_token(tuple(text[:i]), seq.cache_salt))
-                if i == chunk.stop or accepted[-1] != text[i]:
-                    break
-        return accepted[: seq.max_len - len(seq.token_ids)]
 
 
 def guess(seq: Sequence, rng: random.Random) -> list[int]:
@@ -86,8 +106,39 @@ workloads = {
     "threshold": st.sampled_from([None, None, None, 1, 2, 4]),
     "windows": st.sampled_from([[None], [None], [1], [2], [3], [4], [6], [None, 3], [5, None, 2]]),
     "enable_prefix_caching": st.booleans(),
+    "looks_ahead": st.booleans(),
     "seed": st.integers(0, 2**16),
 }
+
+
+def fly(
+    scheduler: Scheduler, model: PagedModel, rows: DecodeRows, late: list[Sequence], rng: random.Random
+) -> set[int]:
+    """Decode, each step started before the tokens of the last are recorded, until that cannot go on.
+
+    Sequences of `late` arrive meanwhile. Returns the ids of those that were aborted.
+    """
+    tokens, aborted = model.run_rows(rows, {}), set()
+    while True:
+        if late and rng.random() < 0.1:
+            scheduler.add(late.pop(0))
+        gone = [row for row, seq in enumerate(rows.seqs) if seq not in scheduler.running]
+        pending = {seq: token for seq, token in zip(rows.seqs, tokens, strict=True) if seq in scheduler.running}
+        ahead = scheduler.look_ahead(rows, gone) if rng.random() < 0.95 else None
+        tokens_ahead = model.run_rows(ahead, pending) if ahead is not None else []
+        left = [row for row in range(len(rows.seqs)) if row not in gone]
+        seqs = [rows.seqs[row] for row in left]
+        scheduler.advance_decodes(seqs, rows.stops[left], [tokens[row] for row in left])
+        for seq in seqs:
+            # Where an answer ends by its token, the step ahead has computed one more, for nobody.
+            if len(seq.token_ids) == seq.max_len or rng.random() < 0.02:
+                scheduler.finish(seq)
+                if len(seq.token_ids) < seq.max_len:
+                    aborted.add(seq.seq_id)
+        scheduler.check()
+        if ahead is None:
+            return aborted
+        rows, tokens = ahead, tokens_ahead
 
 
 def run_workload(
@@ -99,6 +150,7 @@ def run_workload(
     threshold: int | None,
     windows: list[int | None],
     enable_prefix_caching: bool,
+    looks_ahead: bool,
     seed: int,
 ) -> None:
     rng = random.Random(seed)
@@ -107,7 +159,7 @@ def run_workload(
             i,
             list(prompt),
             len(prompt),
-            len(prompt) + rng.randint(1, 6),
+            len(prompt) + rng.randint(1, 10 if looks_ahead else 6),
             cache_salt=rng.choice(["", "", "other"]),
             reads_prefix_cache=rng.random() < 0.9,
         )
@@ -141,7 +193,7 @@ def run_workload(
             scheduler.finish(seq)
             aborted.add(seq.seq_id)
         for seq in scheduler.running:
-            if seq.num_pending_tokens == 1 and rng.random() < 0.5:
+            if seq.num_pending_tokens == 1 and rng.random() < (0.1 if looks_ahead else 0.5):
                 seq.draft_token_ids = guess(seq, rng)
         decoding = {s for s in scheduler.running if s.num_pending_tokens == 1}
         oldest = scheduler.running[:1]
@@ -155,6 +207,9 @@ def run_workload(
         for chunk in chunks:
             if threshold is not None and chunk.start + 1 < len(chunk.seq.token_ids):
                 assert chunk.num_tokens <= threshold
+        if looks_ahead and (rows := DecodeRows.of(chunks)) is not None:
+            aborted |= fly(scheduler, model, rows, pending, rng)
+            chunks = []
         results = [model.run(chunk) for chunk in chunks]
         for chunk, new in zip(chunks, results, strict=True):
             scheduler.advance(chunk, new)

@@ -36,6 +36,7 @@ class Edit(NamedTuple):
 
 
 SCHEDULER, POOL, MANAGER, PREFIX = "engine/scheduler.py", "cache/block_pool.py", "cache/manager.py", "cache/prefix.py"
+ROWS = "engine/decode_rows.py"
 
 BUGS: dict[str, list[Edit]] = {
     # blocks
@@ -125,6 +126,21 @@ BUGS: dict[str, list[Edit]] = {
             "budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())",
             "budget = 10**6",
         )
+    ],
+    # steps ahead
+    "new_block_is_missing_from_the_rows": [Edit(ROWS, "            table[row, column] = blocks[column]\n", "")],
+    "block_of_the_step_ahead_is_not_reserved": [
+        Edit(SCHEDULER, "if not self.cache.reserve(rows.seqs[row], stop + 1):",
+             "if not self.cache.reserve(rows.seqs[row], stop):"),
+    ],
+    "blocks_are_expected_one_token_late": [Edit(SCHEDULER, "rows.stops % size == 0", "rows.stops % size == 1")],
+    "finished_sequence_is_decoded_ahead": [Edit(SCHEDULER, "        goes_on[list(gone)] = False\n", "")],
+    "step_ahead_behind_the_last_token": [
+        Edit(SCHEDULER, "rows.stops + 1 < rows.max_lens", "rows.stops < rows.max_lens")
+    ],
+    "token_of_a_decode_is_not_counted": [Edit(SCHEDULER, "            seq.num_computed_tokens += 1\n", "")],
+    "window_is_never_passed_while_decoding": [
+        Edit(MANAGER, "(num_computed - window + 1) % self.block_size == 0", "False")
     ],
     "threshold_ignored": [
         Edit(SCHEDULER, "min(self.long_prefill_token_threshold or self.max_num_batched_tokens, ", "max(1, ")

@@ -1,0 +1,135 @@
+"""Where the batches of steps that only decode lie: always in the same place, so that CUDA graphs can read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rorqual.batch import Batch, CacheView
+from rorqual.engine.decode_rows import DecodeRows
+from rorqual.engine.transfer import Staging, upload
+
+
+class _Views(NamedTuple):
+    """The first rows of every tensor."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    caches: tuple[CacheView, ...]
+    logits_indices: torch.Tensor
+    query_lens: tuple[int, ...]
+
+
+class DecodeBuffer:
+    """Tensors for max_num_seqs rows of one token, filled for one step at a time, in one copy.
+
+    Rows behind a step's own write nowhere (slot -1) and see no keys (context 0), so that a larger batch than the
+    step's may be computed. Block tables stay on the device from step to step; each step a row writes the block of its
+    token again, which is news when the token begins one, and whole tables are sent when the rows are others.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+    ) -> None:
+        self.max_num_seqs, self._block_size, self._device = max_num_seqs, block_size, device
+        rows = (max_num_seqs,)
+        self._staging = Staging(
+            [
+                (rows, np.int64),  # input_ids
+                (rows, np.int64),  # positions
+                ((max_num_seqs, 1), np.int64),  # columns: where in its block table a row's token is
+                (rows, np.int32),  # context_lens
+                *[(rows, np.int64)] * num_groups,  # slot_mapping
+                *[((max_num_seqs, 1), np.int32)] * num_groups,  # blocks: what stands there
+            ],
+            device,
+        )
+        self._input_ids, self._positions, self._columns, self._context_lens, *per_group = self._staging.tensors
+        self._slots, self._blocks = per_group[:num_groups], per_group[num_groups:]
+        shape = (max_num_seqs, -(-max_model_len // block_size))
+        self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self._tables_of: list[NDArray[np.int32]] | None = None
+        self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._indices = torch.arange(max_num_seqs, device=device)
+        self._row_numbers = np.arange(max_num_seqs)
+        self._views: dict[int, _Views] = {}
+        self.filled: Batch | None = None
+        """The batch that the tensors hold now."""
+        arrays = self._staging.arrays()
+        for array in arrays:
+            array.fill(0)
+        self._clear_behind(arrays, 0)
+        self._staging.send()
+
+    def batch(self, count: int, context_lens: tuple[int, ...]) -> Batch:
+        """The first rows, whatever they hold, as a batch; context_lens are the host's."""
+        views = self._views.get(count)
+        if views is None:
+            views = self._views[count] = _Views(
+                self._input_ids[:count],
+                self._positions[:count],
+                self._offsets[: count + 1],
+                self._context_lens[:count],
+                tuple(
+                    CacheView(slots[:count], table[:count])
+                    for slots, table in zip(self._slots, self._tables, strict=True)
+                ),
+                self._indices[:count],
+                (1,) * count,
+            )
+        return Batch(*views, context_lens)
+
+    def fill(self, rows: DecodeRows, input_ids: torch.Tensor | None = None) -> Batch:
+        """A step's batch, valid until the next call.
+
+        input_ids: int64 [num_rows] on the device, where the host does not know the tokens yet.
+        """
+        count, size = len(rows.seqs), self._block_size
+        arrays = self._staging.arrays()
+        ids, positions, columns, context_lens, *per_group = arrays
+        at = positions[:count]
+        np.subtract(rows.stops, 1, out=at)
+        column, offset = np.divmod(at, size)
+        columns[:count, 0] = column
+        context_lens[:count] = rows.stops
+        row_numbers, num_groups = self._row_numbers[:count], len(self._tables)
+        for table, slots, blocks in zip(rows.block_tables, per_group[:num_groups], per_group[num_groups:], strict=True):
+            block = table[row_numbers, column]
+            blocks[:count, 0] = block
+            np.multiply(block, size, out=slots[:count], dtype=np.int64)
+            slots[:count] += offset
+        self._clear_behind(arrays, count)
+        if input_ids is None:
+            ids[:count] = [seq.token_ids[-1] for seq in rows.seqs]
+            self._staging.send()
+        else:
+            self._staging.send(first=1)
+            self._input_ids[:count].copy_(input_ids)
+        self._send_tables(rows, int(column.max()) + 1)
+        self.filled = self.batch(count, tuple(rows.stops.tolist()))
+        return self.filled
+
+    def _clear_behind(self, arrays: list[NDArray[np.int64]], count: int) -> None:
+        """Let the rows from `count` on do nothing."""
+        _, positions, columns, context_lens, *per_group = arrays
+        num_groups = len(self._tables)
+        for array in (positions, columns, context_lens, *per_group[num_groups:]):
+            array[count:] = 0
+        for slots in per_group[:num_groups]:
+            slots[count:] = -1
+
+    def _send_tables(self, rows: DecodeRows, width: int) -> None:
+        """Bring the block tables on the device up to date; the rows' tables are `width` blocks long at most."""
+        if rows.block_tables is self._tables_of:
+            for table, blocks in zip(self._tables, self._blocks, strict=True):
+                table.scatter_(1, self._columns, blocks)
+            return
+        news = upload([np.ascontiguousarray(table[:, :width]) for table in rows.block_tables], self._device)
+        for table, new in zip(self._tables, news, strict=True):
+            table[: new.shape[0], :width].copy_(new)
+        self._tables_of = rows.block_tables
