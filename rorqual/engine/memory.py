@@ -193,8 +193,10 @@ def told_when_full(doing: str, memory: DeviceMemory | None) -> Iterator[None]:
     """Say in one sentence what did not fit, with the bytes, where torch only says that it got no memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if memory is None:
+    except RuntimeError as error:
+        # Torch's own error, perhaps hidden by what closing a graph says then, or the driver's.
+        full = isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError)
+        if memory is None or not (full or "out of memory" in str(error)):
             raise
         error.__traceback__ = None  # whose frames hold tensors
         reading = memory.read()

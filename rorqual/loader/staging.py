@@ -67,6 +67,8 @@ class Lane:
         pinned = device.type == "cuda"
         self.device, self.buffer_bytes = device, buffer_bytes
         self.stream = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        if self.stream is not None:  # the weights' memory may have been something else's a moment ago
+            self.stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._fetched = [torch.cuda.Event() if pinned else None for _ in self.buffers]  # type: ignore[no-untyped-call]
         self._turn = 0

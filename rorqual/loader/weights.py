@@ -90,7 +90,7 @@ def load_weights(
     torch_threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for sizes in pool.map(fill, _in_order(filled, num_threads)):
+            for sizes in pool.map(fill, filled if staging is None else _in_order(filled, num_threads)):
                 for num_values in sizes:
                     on_tensor(num_values)
     finally:
