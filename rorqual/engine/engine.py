@@ -473,6 +473,7 @@ class Engine:
         concurrency = r.num_kv_tokens / r.max_model_len
         random = " of random values" if self.config.load_format == "dummy" else ""
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
+        memory = self._runner.memory_summary()
         return "\n".join(
             (
                 f"model    {self.config.model} ({self.path})",
@@ -481,6 +482,7 @@ class Engine:
                 f"weights  {r.weight_bytes / gib:.2f} GiB{random}, {' and '.join(r.weight_formats)}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
                 f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
+                *([] if memory is None else [f"memory   {memory}"]),
                 f"start    {stages}",
             )
         )

@@ -38,7 +38,8 @@ TYPES_ONLY = {
 }
 """Imports that point up and serve the type checker alone."""
 ASKS_FOR_DEVICES = {
-    "engine/model_runner.py": "how much memory a device has, dtypes it is slow in, and whether it works by itself",
+    "engine/model_runner.py": "where memory is measured, and whether steps are recorded as CUDA graphs",
+    "engine/resolved_config.py": "dtypes that it is slow in, and whether it works by itself",
     "loader/staging.py": "pinned memory and streams, which the CPU has none of",
     "engine/transfer.py": "copies that nobody waits for want pinned memory, and on the CPU there is nothing to copy",
 }

@@ -10,7 +10,7 @@ import torch
 
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
-from rorqual.engine.model_runner import resolve
+from rorqual.engine.resolved_config import resolve
 from rorqual.layers.decoder import Placement
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
