@@ -81,6 +81,7 @@ def table(timings: list[OpTiming], limits: Limits, *, used_layers: int, num_laye
     head = f"{'us':>9} {'calls':>6} {'MB':>9} {'of copy':>8} {'GFLOP':>9} {'of product':>10} {'of floor':>8}  op"
     lines = [head]
     whole_us = floor_us = 0.0
+    in_graphs = any(each.in_graph for each in timings)
     for each in timings:
         counted = each.work is not None
         facts = _as_json(each, limits)
@@ -94,7 +95,8 @@ def table(timings: list[OpTiming], limits: Limits, *, used_layers: int, num_laye
         columns = " ".join(f"{text:>{width}}" for text, width in zip(shown, (9, 8, 9, 10, 8), strict=True))
         once = each.num_calls == 1 and used_layers > 1
         calls = "once" if once else f"{each.num_calls / used_layers:.3g}"
-        marks = ("" if each.is_part else ", with the ops it calls") + ("" if each.in_graph else ", host included")
+        marks = "" if each.is_part else ", with the ops it calls"
+        marks += ", host included" if in_graphs and not each.in_graph else ""
         lines.append(f"{each.us:>9.2f} {calls:>6} {columns}  {each.op} ({each.backend}{marks}) {each.shapes}")
         if each.is_part:
             times = 1 if once else num_layers * each.num_calls / used_layers
