@@ -23,7 +23,7 @@ from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
-from rorqual.engine.sampler import Drawn, Sampler, SamplerOutput, TokenLogprobs, prompt_logprobs
+from rorqual.engine.sampler import PROMPT_BLOCK, Drawn, Sampler, SamplerOutput, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
 from rorqual.engine.transfer import upload
 from rorqual.loader.checkpoint import Checkpoint
@@ -332,9 +332,9 @@ class Engine:
                 chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device
             )
         with self.stats.stage("forward"):
-            logits = self._runner.run(batch)
+            hidden = self._runner.hidden_states(batch)
         with self.stats.stage("sample"):
-            sampled = self._sample(chunks, rows, logits)
+            sampled = self._sample(chunks, rows, hidden)
         with self.stats.stage("update"):
             deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
         self._count_step(
@@ -349,7 +349,7 @@ class Engine:
         return request.output.prompt_logprobs is not None and answer.output.index == 0 and not answer.output.token_ids
 
     def _sample(
-        self, chunks: list[Chunk], rows: list[range], logits: torch.Tensor
+        self, chunks: list[Chunk], rows: list[range], hidden: torch.Tensor
     ) -> list[tuple[int, dict[int, Logprob] | None] | str | None]:
         """Per chunk: the token and its logprobs; None if the chunk ends before its prompt does; or what went wrong."""
         first_rows = [0]
@@ -357,14 +357,15 @@ class Engine:
             first_rows.append(first_rows[-1] + len(wanted))
         for chunk, wanted, first in zip(chunks, rows, first_rows, strict=False):
             if len(wanted) and self._wants_prompt_logprobs(chunk.seq):
-                self._record_prompt_logprobs(chunk.seq, wanted, logits[first : first + len(wanted)])
+                self._record_prompt_logprobs(chunk.seq, wanted, hidden[first : first + len(wanted)])
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
         results: list[tuple[int, dict[int, Logprob] | None] | str | None] = [None] * len(chunks)
         if not sampling:
             return results
         last_rows = [first_rows[i + 1] - 1 for i in sampling]
-        if len(last_rows) != logits.shape[0]:
-            logits = logits[last_rows]
+        if len(last_rows) != hidden.shape[0]:
+            hidden = hidden[last_rows]
+        logits = self._runner.compute_logits(hidden)
         sequences = [chunks[i].seq for i in sampling]
         slots = np.array([seq.sampler_slot for seq in sequences], np.int64)
         drawn = self._sampler.draw(logits, slots, np.array([len(seq.token_ids) for seq in sequences], np.int64)).wait()
@@ -379,17 +380,20 @@ class Engine:
         logprobs = drawn.logprobs[row]
         return drawn.token_ids[row], self._named(logprobs) if logprobs is not None else None
 
-    def _record_prompt_logprobs(self, seq: Sequence, positions: range, logits: torch.Tensor) -> None:
-        """The logits at position p are about the prompt token at p + 1."""
+    def _record_prompt_logprobs(self, seq: Sequence, positions: range, hidden: torch.Tensor) -> None:
+        """What follows from position p is about the prompt token at p + 1. No more logits are there at once than draws
+        need, or a long prompt's would take gigabytes."""
         request, _ = self._answer_of[seq]
         entries, num_top = request.output.prompt_logprobs, request.params.prompt_logprobs
         assert entries is not None
         assert num_top is not None
         count = min(positions.stop, seq.num_prompt_tokens - 1) - positions.start
-        if count > 0:
-            targets = seq.token_ids[positions.start + 1 : positions.start + 1 + count]
-            found = prompt_logprobs(logits[:count], targets, num_top)
-            entries[positions.start + 1 : positions.start + 1 + count] = [self._named(entry) for entry in found]
+        at_once = max(self.resolved.max_num_seqs, PROMPT_BLOCK)
+        for first in range(0, count, at_once):
+            logits = self._runner.compute_logits(hidden[first : min(first + at_once, count)])
+            into = slice(positions.start + 1 + first, positions.start + 1 + first + len(logits))
+            found = prompt_logprobs(logits, seq.token_ids[into], num_top)
+            entries[into] = [self._named(entry) for entry in found]
 
     def _named(self, found: TokenLogprobs) -> dict[int, Logprob]:
         return {

@@ -248,11 +248,20 @@ class ModelRunner:
             context_lens_host=lengths,
         )
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
+        return self.compute_logits(self.hidden_states(batch))
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        """Compute a batch, write its keys and values, and return the rows whose logits are wanted [num_rows, size]."""
         graphs = self._graphs
         hidden = graphs.run(batch) if graphs and graphs.takes(batch) else self.model(batch, self.kv)
         if len(batch.logits_indices) != batch.num_tokens:
             hidden = hidden.index_select(0, batch.logits_indices)
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [num_rows, vocab_size] of rows that `hidden_states` returned."""
         return self.model.compute_logits(hidden)

@@ -44,6 +44,12 @@ class ScriptedRunner:
         self.slots: dict[int, int] = {}
         self.model, self.resolved = llm.engine._runner.model, llm.engine.resolved
 
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        return self.run(batch)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def run(self, batch: Batch) -> torch.Tensor:
         slots, tables = batch.caches[0]
         self.slots.update(zip(slots.tolist(), batch.input_ids.tolist(), strict=True))

@@ -123,6 +123,19 @@ def test_cp1_prompt_logprobs_of_a_chunked_prompt(length):
         assert {t for t, p in entry.items() if p.rank <= 2} == set(want[i].topk(2).indices.tolist())
 
 
+def test_prompt_logprobs_of_a_long_prompt_need_no_more_logits_at_once_than_draws(monkeypatch):
+    ids, seen = prompt(150), []
+    with tiny_llm(max_model_len=160, max_num_batched_tokens=256) as llm:
+        runner = llm.engine._runner
+        compute = runner.compute_logits
+        monkeypatch.setattr(runner, "compute_logits", lambda hidden: seen.append(len(hidden)) or compute(hidden))
+        out = one(llm, ids, GREEDY.clone(prompt_logprobs=0, max_tokens=1))
+    assert seen == [64, 64, 21, 1]
+    want = reference_logits("llama", ids).log_softmax(-1)
+    got = [entry[token].logprob for token, entry in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
+    assert got == pytest.approx([float(want[i, t]) for i, t in enumerate(ids[1:])], abs=1e-4)
+
+
 def test_prompt_logprobs_survive_preemption():
     params = [GREEDY.clone(prompt_logprobs=0, max_tokens=20)] * 6
     prompts = [prompt(11, i) for i in range(6)]
