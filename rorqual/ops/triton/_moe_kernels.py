@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from rorqual.ops.triton._dependent_launch import wait_for_earlier_kernels
+from rorqual.ops.triton._dependent_launch import let_next_kernel_start, wait_for_earlier_kernels, wait_only
 from rorqual.ops.triton._interpreter import bound, dot
 from rorqual.ops.triton._number_formats import round_to
 
@@ -200,6 +199,7 @@ def _multiply_rows(
         else:
             acc = dot(x_tile, tl.trans(w_tile), acc, PRECISION)
 
+    let_next_kernel_start()  # earlier, its programs would lie unevenly between these
     dtype = out.dtype.element_ty
     answer = round_to(acc, dtype)
     if GATED:
@@ -247,7 +247,6 @@ def experts_kernel(
     FEATURES: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """A tile of rows of one expert times FEATURES output features of its weight.
 
@@ -257,11 +256,9 @@ def experts_kernel(
 
     K is added up from first to last in one float32 accumulator, whatever the tile. FEATURES may be fewer than the
     tile has room for (BLOCK_N, or half of it if GATED): the rest is neither read nor written. ONE_TOKEN: pairs are in
-    order as they are, one per tile, and tiles is their expert_ids. DEPENDENT: launched as `_dependent_launch` says, but
-    without letting the next kernel start, whose programs would lie unevenly between these.
+    order as they are, one per tile, and tiles is their expert_ids.
     """
-    if DEPENDENT:
-        gdc_wait()
+    wait_only()
     parts = tl.cdiv(features, FEATURES)
     # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts

@@ -318,7 +318,6 @@ def _multiply(
         FEATURES=together,
         STEP=step,
         STAGES=tile.stages,
-        DEPENDENT=DEPENDENT_LAUNCH,
         launch_pdl=DEPENDENT_LAUNCH,
         num_warps=tile.warps,
         num_stages=tile.stages,
