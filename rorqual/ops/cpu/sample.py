@@ -73,7 +73,7 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], ids: Words) 
     With w = exp((logit - max) / T), the score is log(w / E), where E = -log1p(-v) >= v: so w / v is an upper bound that
     costs no logarithm, and whoever stays below the true w / E of one token has lost.
     """
-    inverse = np.float32(max(1 / temperature, 1e-44))  # keeps -inf * inverse from being NaN
+    inverse = np.float32(min(max(1 / temperature, 1e-44), 3e38))  # keeps products of 0 and infinity from being NaN
     with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) * inverse
     near = scaled >= _LOWEST_SCORE
