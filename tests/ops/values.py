@@ -23,7 +23,7 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
     """The same values with a gap after each row, as a slice of a wider output has."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype)
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
 
