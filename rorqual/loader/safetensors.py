@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,6 @@ from rorqual.loader.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     import torch
-
-    Header = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-    """(bytes before the first value, dtype, shape) of every tensor in a file."""
 
     from rorqual.quantization.gguf_blocks import BlockMatrix
     from rorqual.quantization.integer import IntegerFormat
@@ -50,8 +46,8 @@ class SafetensorsCheckpoint:
             self._files = _open_all(folder, _unindexed_files(folder))
             weight_map = _names_of(folder, self._files)
         self._file_of = weight_map
-        self._headers: dict[str, Header] = {}
-        self._lock = threading.Lock()
+        self._stored: dict[str, dict[str, StoredTensor]] = {}
+        """By file, and in it by name."""
         self.size_bytes = sum(_data_bytes(folder / name) for name in self._files)
 
     def names(self) -> Collection[str]:
@@ -70,11 +66,9 @@ class SafetensorsCheckpoint:
     def stored(self, name: str) -> StoredTensor | None:
         """Where a tensor lies in its file."""
         file = self._file_of[name]
-        with self._lock:
-            if file not in self._headers:
-                self._headers[file] = _read_header(self.path / file)
-        found = self._headers[file].get(name)
-        return None if found is None else StoredTensor(self.path / file, *found)
+        if file not in self._stored:
+            self._stored[file] = _read_header(self.path / file)  # perhaps by several threads, to the same end
+        return self._stored[file].get(name)
 
     def load_blocks(self, name: str) -> BlockMatrix:
         """Never answers: nothing is stored so."""
@@ -164,7 +158,7 @@ def _data_bytes(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Where the tensors of an opened file lie; those of dtypes that torch has no plain one for are left out."""
     import torch
 
@@ -185,7 +179,7 @@ def _read_header(path: Path) -> Header:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
     return {
-        name: (8 + length + entry["data_offsets"][0], dtypes[entry["dtype"]], tuple(entry["shape"]))
+        name: StoredTensor(path, 8 + length + entry["data_offsets"][0], dtypes[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in entries.items()
         if name != "__metadata__" and entry["dtype"] in dtypes
     }
