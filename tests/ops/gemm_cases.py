@@ -102,7 +102,7 @@ NOT_FOR_TRITON = {
     *(f"{name}_{_ANOTHER_DTYPE}" for name in FORMATS),
     "mxfp8_tile_slice",
 }
-"""Plain weights in float32 or beside many rows, float32 beside a weight that is decoded to bfloat16, and blocks of 16 columns."""
+"""Plain weights in float32 or beside many rows, float32 beside a decoded weight, and blocks of 16 columns."""
 
 WEIGHTS_NOT_FOR_TRITON = {case for case in WEIGHT_CASES if not case.startswith(tuple(FORMATS))}
 """Plain ones."""

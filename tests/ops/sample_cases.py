@@ -25,8 +25,10 @@ def _draw(
 ) -> Call:
     logits = view((normal(rows, size) * spread).to(dtype))
     keys = torch.tensor([row_key(i, 7 * i) for i in range(rows)], dtype=torch.int64).reshape(rows, 2)
-    temperatures = torch.arange(rows) % 3 * 0.7 if temperature is None else torch.full((rows,), temperature, dtype=torch.float64)
-    return (logits, temperatures.double(), keys), {} if last is None else {"last": last(logits)}
+    of_all = torch.arange(rows).double() % 3 * 0.7
+    if temperature is not None:
+        of_all = torch.full((rows,), temperature, dtype=torch.float64)
+    return (logits, of_all, keys), {} if last is None else {"last": last(logits)}
 
 
 def _best_of(count: int) -> Callable[[torch.Tensor], LastKept]:
