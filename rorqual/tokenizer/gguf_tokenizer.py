@@ -25,7 +25,7 @@ _ROLES = {
     "pad_token": "padding_token_id",
     "sep_token": "seperator_token_id",  # spelled so in the format
 }
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>")
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>"})
 """Control tokens that end a turn also in files older than the keys for them."""
 
 
@@ -158,7 +158,7 @@ def _sentencepiece(
 def _turn_ends(tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]) -> tuple[int, ...]:
     """Ids that end a turn: those that the file names, then those known by their text. In this order, each once."""
     ends = [i for key in ("eos_token_id", "eot_token_id", "eom_token_id") if (i := ids[key]) is not None]
-    ends += [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _TURN_ENDS]
+    ends += [i for i, text in enumerate(tokens) if text in _TURN_ENDS and types[i] == TokenType.CONTROL]
     return tuple(dict.fromkeys(ends))
 
 

@@ -382,7 +382,10 @@ def test_without_compiled_kernels_the_reference_multiplies():
             "codes up to 127 in q8_1, got 255",
         ),
         (replace(integers_of(Q4_0, 48, 96), scales=torch.full((48, 3), float("inf")).half()), "finite scales"),
-        (replace(integers_of(Q4_1, 48, 96), minima=torch.full((48, 3), float("nan")).half()), "finite scales and min"),
+        (
+            replace(integers_of(Q4_1, 48, 96), minima=torch.tensor([[0, float("nan"), 1]]).half().repeat(48, 1)),
+            "finite scales and min",
+        ),
         (prepare_weight(integers_of(Q4_0, 48, 96)), "laid out already"),
     ],
 )

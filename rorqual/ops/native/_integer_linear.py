@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -102,7 +103,7 @@ def _refuse_part(weight: IntegerWeight) -> str | None:
     if format.bits == 8 and int(weight.codes.max()) - format.offset > 127:
         return f"needs codes up to {127 + format.offset} in {format.name}, got {int(weight.codes.max())}"
     factors = (weight.scales,) if weight.minima is None else (weight.scales, weight.minima)
-    if not all(bool(torch.isfinite(each).all()) for each in factors):
+    if not all(math.isfinite(bound) for each in factors for bound in each.aminmax()):  # a NaN is both bounds
         return "needs finite scales and minima"
     return None
 

@@ -49,9 +49,22 @@ INLINE void halves(const uint8_t *bytes, int64_t count, uint8_t *codes) {
     }
 }
 
+// The same two to a byte, the even value in the lower half. `count` is a multiple of 16.
+INLINE void paired_halves(const uint8_t *bytes, int64_t count, uint8_t *pairs) {
+    typedef uint16_t u16x8_mem __attribute__((vector_size(16), aligned(1), may_alias));
+    typedef uint8_t u8x8_mem __attribute__((vector_size(8), aligned(1), may_alias));
+    for (int64_t j = 0; j < count; j += 16) {
+        const u16x8_mem both = *(const u16x8_mem *)(bytes + j), low = both & 0x0f0f, high = both >> 4 & 0x0f0f;
+        *(u8x8_mem *)(pairs + j / 2) = __builtin_convertvector(low | low >> 4, u8x8_mem);
+        *(u8x8_mem *)(pairs + (count + j) / 2) = __builtin_convertvector(high | high >> 4, u8x8_mem);
+    }
+}
+
 // A bit for each of 32 values, in their order.
 INLINE void add_fifth_bits(const uint8_t *bits, uint8_t *codes) {
-    for (int j = 0; j < 32; j++) codes[j] |= (uint8_t)((bits[j / 8] >> j % 8 & 1) << 4);
+    uint32_t word;
+    __builtin_memcpy(&word, bits, sizeof word);
+    for (int j = 0; j < 32; j++) codes[j] |= (uint8_t)((word >> j & 1) << 4);
 }
 
 INLINE void block_codes(int64_t kind, const uint8_t *b, uint8_t *codes) {
@@ -92,6 +105,20 @@ INLINE void block_codes(int64_t kind, const uint8_t *b, uint8_t *codes) {
     }
 }
 
+// Of a format of 4 bits, two codes to a byte.
+INLINE void block_pairs(int64_t kind, const uint8_t *b, uint8_t *pairs) {
+    switch (kind) {
+        case Q4_0:
+            paired_halves(b + 2, 16, pairs);
+            break;
+        case Q4_1:
+            paired_halves(b + 4, 16, pairs);
+            break;
+        default:  // Q4_K
+            for (int i = 0; i < 4; i++) paired_halves(b + 16 + 32 * i, 32, pairs + 32 * i);
+    }
+}
+
 INLINE void block_factors(int64_t kind, const uint8_t *b, float *scales, float *minima) {
     const float unit = half_at(b + (kind == Q6_K ? 208 : 0)), minimum_unit = half_at(b + 2);
     if (kind == Q6_K) {
@@ -125,10 +152,9 @@ INLINE void split_kind(const split_t *a, int64_t kind, int64_t first, int64_t la
     const int64_t groups = f.values / f.group, factor_bytes = groups * (f.wide ? 4 : 2);
     for (int64_t i = first; i < last; i++) {
         const uint8_t *block = a->blocks + i * f.bytes;
-        uint8_t codes[BLOCK_VALUES], *to = a->codes + i * f.values * f.bits / 8;
-        block_codes(kind, block, f.bits == 8 ? to : codes);
-        if (f.bits == 4)
-            for (int64_t j = 0; j < f.values / 2; j++) to[j] = (uint8_t)(codes[2 * j] | codes[2 * j + 1] << 4);
+        uint8_t *to = a->codes + i * f.values * f.bits / 8;
+        if (f.bits == 4) block_pairs(kind, block, to);
+        else block_codes(kind, block, to);
         if (f.wide) {
             float scales[16], minima[16];
             block_factors(kind, block, scales, minima);
