@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import mmap
 import os
 import sys
 import threading
@@ -106,13 +107,33 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Hand back to the kernel what is free now, once: loading frees as much as it keeps. Only glibc does it."""
+    """Hand back to the kernel, once, what loading has used and nobody needs now; only with glibc.
+
+    That is what is free, for loading frees as much as it keeps; and 60 MB of torch's code, of which its start reads a
+    little everywhere. Code that runs again is mapped again, from the file's pages that the kernel keeps.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for start, size in _code_of("libtorch_cpu.so", "libtorch_python.so"):
+            libc.madvise(start, size, mmap.MADV_DONTNEED)
 
 
+def _code_of(*libraries: str) -> list[tuple[int, int]]:
+    """(address, bytes) of what these files have mapped to run and not to write."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_, file = line.split(maxsplit=5)
+        if permissions.startswith("r-x") and os.path.basename(file) in libraries:
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            found.append((start, stop - start))
+    return found
+
+
+@functools.cache
 def load_torch_library() -> None:
-    """Let a thread load torch's library, unless torch is there; a later `import torch` finds it, or waits for the rest.
+    """Let a thread load torch's library, once, unless torch is there; `import torch` finds it, or waits for the rest.
 
     Relocating and initialising its 400 MB takes a third of a second without a line of Python. The import would hold
     Python's lock all the while; a plain call of dlopen does not. Where it fails, the import says why.

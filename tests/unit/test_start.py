@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,21 @@ print(bool(mapped), torch.ones(3).sum().item(), threading.active_count())
 """
 
 
+UNMAPPED_CODE = """
+import re, torch
+from rorqual.platform import return_freed_memory
+def mapped_kb(permissions):
+    maps = re.split(r"^(?=[0-9a-f]+-)", open("/proc/self/smaps").read(), flags=re.M)[1:]
+    torchs = [m for m in maps if "/libtorch" in m.splitlines()[0] and m.split()[1].startswith(permissions)]
+    return sum(int(re.search(r"^Rss: +(\\d+)", m, re.M)[1]) for m in torchs)
+def answer():
+    return torch.linspace(0, 1, 64).view(8, 8).softmax(1).matmul(torch.eye(8)).sum().item()
+before, written, found = mapped_kb("r-x"), mapped_kb("rw"), answer()
+return_freed_memory()
+print(mapped_kb("r-x") < before / 4, mapped_kb("rw") >= written > 0, answer() == found)
+"""
+
+
 @pytest.fixture
 def model(tmp_path):
     return write_llama(tmp_path / "m.gguf", smollm2_kinds)
@@ -37,6 +53,12 @@ def model(tmp_path):
 def test_files_are_opened_before_torch_is_imported_and_its_library_is_loaded_beside(model):
     done = subprocess.run([sys.executable, "-c", BEFORE_TORCH, model], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "3.0", "1"], done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="Linux says what of a file is mapped")
+def test_code_that_only_torchs_start_has_read_is_unmapped():
+    done = subprocess.run([sys.executable, "-c", UNMAPPED_CODE], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
 def test_every_stage_of_the_start_is_told(model):
