@@ -79,6 +79,8 @@ def attention_case(
     strided: bool = False,
     scale: float | None = None,
     extra_columns: int = 0,
+    soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> PagedCase:
     """Scattered blocks that hold NaN outside of what each sequence keeps: behind its context, and before its window."""
     generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
@@ -107,6 +109,10 @@ def attention_case(
     options = {"scale": head_dim**-0.5 if scale is None else scale}
     if window is not None:
         options["sliding_window"] = window
+    if soft_cap is not None:
+        options["soft_cap"] = soft_cap
+    if sinks:
+        options["sinks"] = torch.randn(heads, generator=generator) * 3  # now less than the scores, now more
     return PagedCase(query, *caches, make_batch(query_lens, context_lens), tables, options, *whole)
 
 
@@ -120,6 +126,27 @@ def _native(query_lens: Sequence[int], context_lens: Sequence[int], **options: A
 
 
 _LONG = ([1, 1, 40, 300, 7], [600, 17, 40, 1200, 1030])
+
+CAPPED_OR_SUNK_CASES: dict[str, Any] = {
+    "mixed_soft_cap": lambda: attention_case(*_MIXED, soft_cap=1.5),
+    "mixed_soft_cap_far_below_scores": lambda: attention_case(*_MIXED, soft_cap=0.5, scale=100.0),
+    "mixed_sinks": lambda: attention_case(*_MIXED, sinks=True),
+    "mixed_sinks_three_heads_a_group_bfloat16": lambda: attention_case(
+        *_MIXED, heads=9, kv_heads=3, strided=True, dtype=torch.bfloat16, sinks=True
+    ),
+    "window_soft_cap_and_sinks": lambda: attention_case(
+        *_MIXED, heads=16, kv_heads=1, window=4, soft_cap=3.0, sinks=True
+    ),
+    "fp8_cache_soft_cap_and_sinks": lambda: attention_case(
+        *_MIXED, cache_dtype=torch.float8_e4m3fn, soft_cap=3.0, sinks=True
+    ),
+    "spread_contexts_soft_cap_and_sinks": lambda: attention_case(
+        *_SPREAD, block_size=16, heads=6, kv_heads=2, soft_cap=2.0, sinks=True
+    ),
+    "chunk_beyond_one_block_of_queries_soft_cap_and_sinks": lambda: attention_case(
+        [1, 300], [40, 555], block_size=16, heads=6, kv_heads=2, soft_cap=2.0, sinks=True
+    ),
+}
 
 ATTENTION_CASES: dict[str, Any] = {
     "one_token_of_one": lambda: attention_case([1], [1]),
@@ -180,6 +207,7 @@ ATTENTION_CASES: dict[str, Any] = {
     "native_long_blocks_of_48": lambda: _native(*_LONG, block_size=48, head_dim=96),
     "native_long_window": lambda: _native(*_LONG, window=100, head_dim=128, block_size=32),
     "native_long_wide_heads": lambda: _native(*_LONG, head_dim=256, heads=2),
+    **CAPPED_OR_SUNK_CASES,
 }
 
 

@@ -41,6 +41,7 @@ from tests.ops.linear_cases import (
     WEIGHTS_NOT_FOR_ONEDNN,
 )
 from tests.ops.norm_cases import NORM_REFUSED
+from tests.ops.paged_cases import CAPPED_OR_SUNK_CASES
 from tests.ops.quantize_cases import REFUSED_BY_TRITON as NOT_QUANTISED_BY_TRITON
 
 LOADED = {
@@ -85,7 +86,7 @@ UNINITIALISED = {"allocate_kvcache", "allocate_experts"}
 """Ops whose results have a shape and no values yet."""
 _FOR_NATIVE = "native_"
 REFUSED: dict[tuple[str, str], set[str]] = {
-    ("paged_attention", "cpu"): {"layout_of_the_gpu", "cache_of_another_dtype"},
+    ("paged_attention", "cpu"): {"layout_of_the_gpu", "cache_of_another_dtype"} | CAPPED_OR_SUNK_CASES.keys(),
     ("store_kvcache", "cpu"): {"layout_of_the_gpu", "odd_heads_layout_of_the_gpu", "fp8_cache_bfloat16"},
     ("transform_kv", "triton"): TRANSFORM_REFUSED,
     ("transform_and_store_kv", "triton"): RECORD_STORE_REFUSED,

@@ -37,6 +37,7 @@ def assert_near(got: torch.Tensor, want: np.ndarray, *, atol: float = 1e-6) -> N
 def plain_attention(case: PagedCase) -> np.ndarray:
     """One query, one head at a time; a key is seen if it is not later, and fewer than `window` tokens back."""
     window = case.options.get("sliding_window", math.inf)
+    cap, sinks = case.options.get("soft_cap"), case.options.get("sinks")
     out, row = np.zeros(case.query.shape), 0
     for keys, values, length in zip(case.keys, case.values, case.batch.query_lens, strict=True):
         keys, values = (array(x.to(case.key_cache.dtype)) for x in (keys, values))  # noqa: PLW2901
@@ -45,8 +46,10 @@ def plain_attention(case: PagedCase) -> np.ndarray:
             for head in range(case.query.shape[1]):
                 kv_head = head * keys.shape[1] // case.query.shape[1]
                 scores = keys[seen, kv_head] @ array(case.query[row, head]) * case.options["scale"]
-                weights = np.exp(scores - scores.max())
-                out[row, head] = weights / weights.sum() @ values[seen, kv_head]
+                scores = scores if cap is None else cap * np.tanh(scores / cap)
+                weights = np.exp(scores)
+                total = weights.sum() + (0 if sinks is None else np.exp(sinks[head].item()))
+                out[row, head] = weights / total @ values[seen, kv_head]
             row += 1
     return out
 

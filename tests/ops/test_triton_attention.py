@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +34,16 @@ def run(case: PagedCase, first: int, last: int, query_lens: list[int], context_l
         case.value_cache.to(DEVICE),
         dataclasses.replace(batch, **moved),
         case.block_tables[first:last].to(DEVICE),
-        **case.options,
+        **{name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in case.options.items()},
     )
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_a_single_token_is_the_same_alone_and_in_company(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"sinks": True, "soft_cap": 2.0}])
+def test_a_single_token_is_the_same_alone_and_in_company(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     contexts = [1, 40, 512, 513, 1300]
-    case = attention_case([1] * 5, contexts, window=window, **SHAPE)
+    case = attention_case([1] * 5, contexts, **options, **SHAPE)
     together = run(case, 0, 5, [1] * 5, contexts)
     for i, context in enumerate(contexts):
         assert torch.equal(run(case, i, i + 1, [1], [context])[0], together[i])
@@ -48,9 +51,9 @@ def test_a_single_token_is_the_same_alone_and_in_company(window: int | None, mon
     assert torch.equal(run(case, 0, 5, [1] * 5, contexts), together)
 
 
-@pytest.mark.parametrize("window", [None, 150])
-def test_a_chunk_is_the_same_in_pieces(window: int | None) -> None:
-    case = attention_case([300], [420], window=window, **SHAPE)
+@pytest.mark.parametrize("options", [{}, {"window": 150}, {"sinks": True, "soft_cap": 2.0}])
+def test_a_chunk_is_the_same_in_pieces(options: dict[str, Any]) -> None:
+    case = attention_case([300], [420], **options, **SHAPE)
     whole = run(case, 0, 1, [300], [420])
     for pieces in ([150, 150], [37, 200, 63], [2, 298]):
         done, found = 0, []
@@ -59,6 +62,26 @@ def test_a_chunk_is_the_same_in_pieces(window: int | None) -> None:
             done += length
             found.append(run(part, 0, 1, [length], [120 + done]))
         assert torch.equal(torch.cat(found), whole)
+
+
+def test_one_sink_far_above_all_scores_leaves_nothing_and_one_far_below_changes_nothing() -> None:
+    case = attention_case([1, 40], [70, 90], sinks=True, **SHAPE)
+    got = {}
+    for sink in (float("-inf"), -1e4, 1e4):
+        case.options["sinks"].fill_(sink)
+        got[sink] = run(case, 0, 2, [1, 40], [70, 90])
+    del case.options["sinks"]
+    without = run(case, 0, 2, [1, 40], [70, 90])
+    assert torch.equal(got[float("-inf")], without)
+    assert torch.equal(got[-1e4], without)
+    assert torch.equal(got[1e4], torch.zeros_like(without))
+
+
+def test_sinks_of_another_dtype_are_refused() -> None:
+    case = attention_case([1], [7], sinks=True, **SHAPE)
+    arguments = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in case.args]
+    options = case.options | {"sinks": case.options["sinks"].bfloat16().to(DEVICE)}
+    assert "bfloat16" in paged_attention.explain(*arguments, **options)["triton"]
 
 
 def test_unknown_dtypes_are_refused() -> None:

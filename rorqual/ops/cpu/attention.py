@@ -29,13 +29,22 @@ _BUCKET_SLACK = 64
 """Contexts that differ by no more than this share a bucket in any case: a call costs more than so many keys."""
 
 
-def _refuse(query: torch.Tensor, key_cache: torch.Tensor, *_args: object, **_kwargs: object) -> str | None:
+def _refuse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    *_args: object,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    **_kwargs: object,
+) -> str | None:
     if query.device.type != "cpu":
         return f"needs CPU tensors, got {query.device.type}"
     if not key_cache.transpose(1, 2).is_contiguous():
         return "needs a cache whose heads lie one after the other in each block"
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         return f"needs a cache of the query's dtype or of float8_e4m3fn, got {query.dtype} and {key_cache.dtype}"
+    if soft_cap is not None or sinks is not None:
+        return "computes neither a soft cap nor sinks"
     return None
 
 
@@ -49,6 +58,8 @@ def paged_attention_cpu(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the reference."""
     caches = _HeadRows.of(key_cache, value_cache, query.dtype)

@@ -11,12 +11,20 @@ from rorqual.ops.native.store_kvcache import refuse_layout
 
 
 def _refuse(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_args: object, **_kwargs: object
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *_args: object,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    **_kwargs: object,
 ) -> str | None:
     if query.device.type != "cpu":
         return f"needs CPU tensors, got {query.device.type}"
     if query.dtype != torch.bfloat16:
         return f"needs bfloat16, got {query.dtype}"
+    if soft_cap is not None or sinks is not None:
+        return "computes neither a soft cap nor sinks"
     return refuse_layout(key_cache, value_cache)
 
 
@@ -30,6 +38,8 @@ def paged_attention_native(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weights are rounded to bfloat16 before they meet the values where AMX multiplies them; all sums in float32."""
     found = kernels()

@@ -1,4 +1,4 @@
-"""The kernel of paged attention: a tile of queries against the keys of their sequence, read through its block table.
+"""The kernels of paged attention: a tile of queries against the keys of their sequence, read through its block table.
 
 Rows of a tile are queries times the heads that share a KV head, so that keys and values are read once for all of them.
 Softmax is computed online over blocks of BN keys that begin at multiples of BN, so that what a query gets does not
@@ -53,6 +53,7 @@ def _step(
     value_token,
     value_offset,
     scale,
+    cap,
     window,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -60,6 +61,7 @@ def _step(
     BN: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,6 +75,8 @@ def _step(
     k = _load_rows(key_cache, block, inner, key_block, key_token, key_offset, d, there, D, BLOCK_D, MASKED, E4M3,
                    COMPUTE)  # fmt: skip
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BN], tl.float32), PRECISION) * scale
+    if CAPPED:
+        scores = cap - 2 * cap / (tl.exp2(scores) + 1.0)  # cap * tanh(x) of 2**scores = e**(2 x)
     if MASKED:
         visible = (n[None, :] <= position[:, None]) & there[None, :]
         if WINDOW:
@@ -109,6 +113,7 @@ def _attend(
     value_token,
     value_offset,
     scale,
+    cap,
     window,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -116,6 +121,7 @@ def _attend(
     BN: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -128,8 +134,8 @@ def _attend(
     for start in tl.range(bound(low // BN * BN), bound(high), BN, num_stages=STAGES):
         most, total, acc = _step(
             q, most, total, acc, start, low, high, position, key_cache, value_cache, table, key_block, key_token,
-            key_offset, value_block, value_token, value_offset, scale, window,
-            D, BLOCK_D, BLOCK_SIZE, BN, MASKED, WINDOW, E4M3, COMPUTE, PRECISION,
+            key_offset, value_block, value_token, value_offset, scale, cap, window,
+            D, BLOCK_D, BLOCK_SIZE, BN, MASKED, WINDOW, CAPPED, E4M3, COMPUTE, PRECISION,
         )  # fmt: skip
     return most, total, acc
 
@@ -156,8 +162,23 @@ def _load_span(slot, span, spans, rows, d, GROUP: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
+def _softmax_of_sinks(sinks, heads, there, BM: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr):
+    """A softmax (most, total, acc) of no keys: of nothing, or of each row's sink."""
+    most = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if SINKS:
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        most = tl.load(sinks + heads, mask=there, other=float("-inf")) * LOG2_E
+        total += 1.0
+    return most, total, tl.zeros([BM, BLOCK_D], tl.float32)
+
+
+@triton.jit
 def _attend_in_spans(
     q,
+    most,
+    total,
+    acc,
     low,
     high,
     position,
@@ -171,6 +192,7 @@ def _attend_in_spans(
     value_token,
     value_offset,
     scale,
+    cap,
     window,
     BM: tl.constexpr,
     D: tl.constexpr,
@@ -179,21 +201,24 @@ def _attend_in_spans(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Keys low .. high, each span's softmax merged where it ends, in one loop, so that loads run ahead across spans."""
-    most = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BLOCK_D], tl.float32)
-    span_most, span_total, span_acc = most, total, acc
+    """Keys low .. high, each span's softmax merged into (most, total, acc) where it ends.
+
+    All in one loop, so that loads run ahead across spans.
+    """
+    span_most = tl.full([BM], float("-inf"), tl.float32)
+    span_total = tl.zeros([BM], tl.float32)
+    span_acc = tl.zeros([BM, BLOCK_D], tl.float32)
     for start in tl.range(bound(low // BN * BN), bound(high), BN, num_stages=STAGES):
         span_most, span_total, span_acc = _step(
             q, span_most, span_total, span_acc, start, low, high, position, key_cache, value_cache, table, key_block,
-            key_token, key_offset, value_block, value_token, value_offset, scale, window,
-            D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION,
+            key_token, key_offset, value_block, value_token, value_offset, scale, cap, window,
+            D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, CAPPED, E4M3, COMPUTE, PRECISION,
         )  # fmt: skip
         if (start + BN) % SPAN == 0:
             most, total, acc = _merge(most, total, acc, span_most, span_total, span_acc)
@@ -210,6 +235,7 @@ def chunk_kernel(
     value_cache,
     block_tables,
     context_lens,
+    sinks,
     cu_seqlens,
     tiles,
     out,
@@ -224,6 +250,7 @@ def chunk_kernel(
     table_row,
     out_token,
     scale,
+    cap,
     window,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -232,6 +259,8 @@ def chunk_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -263,22 +292,20 @@ def chunk_kernel(
     low = 0
     if WINDOW:
         low = tl.maximum(0, nearest - window + 1)
-    most = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    most, total, acc = _softmax_of_sinks(sinks, heads, there, BM, BLOCK_D, SINKS)
     table = block_tables + seq.to(tl.int64) * table_row
     seen_by_all = (nearest + 1) // BN * BN
     if not WINDOW:
         most, total, acc = _attend(
             q, most, total, acc, low, seen_by_all, position, key_cache, value_cache, table, key_block,
-            key_token, head * key_head, value_block, value_token, head * value_head, scale, window,
-            D, BLOCK_D, BLOCK_SIZE, BN, False, False, E4M3, COMPUTE, PRECISION, STAGES,
+            key_token, head * key_head, value_block, value_token, head * value_head, scale, cap, window,
+            D, BLOCK_D, BLOCK_SIZE, BN, False, False, CAPPED, E4M3, COMPUTE, PRECISION, STAGES,
         )  # fmt: skip
         low = seen_by_all
     most, total, acc = _attend(
         q, most, total, acc, low, high, position, key_cache, value_cache, table, key_block, key_token,
-        head * key_head, value_block, value_token, head * value_head, scale, window,
-        D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
+        head * key_head, value_block, value_token, head * value_head, scale, cap, window,
+        D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, CAPPED, E4M3, COMPUTE, PRECISION, STAGES,
     )  # fmt: skip
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     to = out + tokens[:, None] * out_token + heads[:, None] * D + d[None, :]
@@ -292,6 +319,7 @@ def single_token_kernel(
     value_cache,
     block_tables,
     context_lens,
+    sinks,
     out,
     partial,
     arrivals,
@@ -306,6 +334,7 @@ def single_token_kernel(
     table_row,
     out_token,
     scale,
+    cap,
     window,
     most_spans,
     GROUP: tl.constexpr,
@@ -317,6 +346,8 @@ def single_token_kernel(
     SPAN: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     E4M3: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -347,14 +378,12 @@ def single_token_kernel(
     spans = (context + SPAN - 1) // SPAN - first
     table = block_tables + token * table_row
 
-    most = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    most, total, acc = _softmax_of_sinks(sinks, heads, rows < GROUP, BM, BLOCK_D, SINKS)
     if not SPLIT:
         most, total, acc = _attend_in_spans(
-            q, low, context, position, key_cache, value_cache, table, key_block, key_token, head * key_head,
-            value_block, value_token, head * value_head, scale, window,
-            BM, D, BLOCK_D, BLOCK_SIZE, BN, SPAN, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
+            q, most, total, acc, low, context, position, key_cache, value_cache, table, key_block, key_token,
+            head * key_head, value_block, value_token, head * value_head, scale, cap, window,
+            BM, D, BLOCK_D, BLOCK_SIZE, BN, SPAN, WINDOW, CAPPED, E4M3, COMPUTE, PRECISION, STAGES,
         )  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_D + 2
     slot = partial + (token * tl.num_programs(0) + head) * most_spans * GROUP * WIDTH
@@ -362,11 +391,12 @@ def single_token_kernel(
     if SPLIT:
         for span in tl.range(bound(split), bound(spans), bound(tl.num_programs(2))):
             start = (first + span) * SPAN
+            span_most, span_total, span_acc = _softmax_of_sinks(sinks, heads, rows < GROUP, BM, BLOCK_D, False)
             span_most, span_total, span_acc = _attend(
-                q, most, total, acc, tl.maximum(start, low), tl.minimum(start + SPAN, context), position, key_cache,
-                value_cache, table, key_block, key_token, head * key_head, value_block, value_token,
-                head * value_head, scale, window,
-                D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, E4M3, COMPUTE, PRECISION, STAGES,
+                q, span_most, span_total, span_acc, tl.maximum(start, low), tl.minimum(start + SPAN, context),
+                position, key_cache, value_cache, table, key_block, key_token, head * key_head, value_block,
+                value_token, head * value_head, scale, cap, window,
+                D, BLOCK_D, BLOCK_SIZE, BN, True, WINDOW, CAPPED, E4M3, COMPUTE, PRECISION, STAGES,
             )  # fmt: skip
             to = slot + span * GROUP * WIDTH + rows * WIDTH
             tl.store(to[:, None] + d[None, :], span_acc, mask=(rows < GROUP)[:, None])

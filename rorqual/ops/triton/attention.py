@@ -50,16 +50,20 @@ def _refuse(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> str | None:
-    if refusal := refuses(query, key_cache, value_cache, block_tables):
+    if refusal := refuses(query, key_cache, value_cache, block_tables, sinks):
         return refusal
     num_heads, num_kv_heads, dims = query.shape[1], key_cache.shape[2], query.shape[2]
     if dims > _LARGEST_HEAD or num_heads // num_kv_heads > _LARGEST_GROUP:
         return f"needs heads of up to {_LARGEST_HEAD} and {_LARGEST_GROUP} per KV head, got {list(query.shape)}"
     if query.dtype not in _DTYPES or key_cache.dtype not in (*_DTYPES, torch.float8_e4m3fn):
         return f"does not know queries of {query.dtype} beside a cache of {key_cache.dtype}"
-    if any(t.stride(-1) != 1 for t in (query, key_cache, value_cache, block_tables)):
-        return "needs channels and block tables without gaps"
+    if any(t.stride(-1) != 1 for t in (query, key_cache, value_cache, block_tables, query if sinks is None else sinks)):
+        return "needs channels, block tables and sinks without gaps"
+    if sinks is not None and sinks.dtype != torch.float32:
+        return f"needs sinks of float32, got {sinks.dtype}"
     return None
 
 
@@ -73,6 +77,8 @@ def paged_attention_triton(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch for all sequences with a single token, one for all others."""
     num_heads, dims = query.shape[1:]
@@ -90,19 +96,25 @@ def paged_attention_triton(
         block_tables.stride(0),
         num_heads * dims,
     )
-    numbers = (scale * math.log2(math.e), sliding_window or 0)
+    # Scores are in powers of two; tanh of a score to be capped is made of a power of twice it.
+    cap = 0.0 if soft_cap is None else soft_cap * math.log2(math.e)
+    unit = scale * math.log2(math.e) if soft_cap is None else 2 * scale / soft_cap * math.log2(math.e)
+    numbers = (unit, cap, sliding_window or 0)
     constants = {
         "GROUP": group,
         "D": dims,
         "BLOCK_D": block_d,
         "BLOCK_SIZE": block_size,
         "WINDOW": sliding_window is not None,
+        "CAPPED": soft_cap is not None,
+        "SINKS": sinks is not None,
         "E4M3": e4m3,
         "COMPUTE": _DTYPES[compute],
         "PRECISION": "ieee" if compute == torch.float32 else "tf32",
         "launch_pdl": DEPENDENT_LAUNCH,
     }
     caches = (key_cache, value_cache, block_tables, batch.context_lens)
+    sinks = query if sinks is None else sinks  # an address that nobody reads
     singles = batch.num_single_token_seqs
     if singles:
         most_spans = -(-max(batch.context_lens_host[:singles]) // SPAN)
@@ -119,6 +131,7 @@ def paged_attention_triton(
         single_token_kernel[(num_kv_heads, singles, splits)](
             query,
             *caches,
+            sinks,
             out,
             partial,
             counters,
@@ -136,7 +149,7 @@ def paged_attention_triton(
         queries = tile["BM"] // group
         tiles = once(batch.scratch, ("paged_attention", "tiles", queries), lambda: _tiles(batch, queries, query.device))
         chunk_kernel[(len(tiles), num_kv_heads)](
-            query, *caches, batch.cu_seqlens_q, tiles, out, *steps, *numbers, **tile, **constants
+            query, *caches, sinks, batch.cu_seqlens_q, tiles, out, *steps, *numbers, **tile, **constants
         )
     return out
 
