@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rorqual.cli.bench_steady import long_enough, running, step_until_decoding
 from rorqual.cli.bench_workload import Workload
-from rorqual.engine.engine import Engine, StepStats
+from rorqual.engine.engine import Engine
+from rorqual.engine.step_stats import StepStats
 from rorqual.ops.registry import OPS, Op, around
 
 if TYPE_CHECKING:

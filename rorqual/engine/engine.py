@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
 from rorqual.engine.sampler import PROMPT_BLOCK, Drawn, Sampler, SamplerOutput, TokenLogprobs, prompt_logprobs
 from rorqual.engine.scheduler import Scheduler
+from rorqual.engine.step_stats import StepStats
 from rorqual.engine.transfer import upload
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.json_file import read_json_object
@@ -33,30 +33,6 @@ from rorqual.platform import describe_device, keep_freed_memory, usable_cores
 from rorqual.sampling_params import SamplingParams
 from rorqual.sequence import Chunk, Sequence
 from rorqual.tokenizer.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Where the time of all steps went, in seconds by stage, and how much was done."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Computed tokens that were known before; recomputed ones count again."""
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
-    num_queried_tokens: int = 0
-    """Prompt tokens of sequences that looked into it."""
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(slots=True, eq=False)

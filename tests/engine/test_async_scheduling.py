@@ -87,6 +87,24 @@ def test_a_step_flies_while_the_last_is_read() -> None:
         assert request_id not in engine._requests
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_return_the_tokens_of_streamed_requests_only(ahead: bool) -> None:
+    with tiny_llm("llama") as llm:
+        engine, done = llm.engine, []
+        engine._looks_ahead = ahead
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        ids = [
+            engine.add_request([5, 6, i], params, streamed=streamed, on_finish=done.append)
+            for i, streamed in enumerate((True, False, True))
+        ]
+        read: dict[str, list[int]] = {ids[0]: [], ids[2]: []}
+        while engine.has_work:
+            for delta in engine.step():
+                read[delta.request_id] += delta.token_ids
+        assert len(done) == 3
+        assert read == {out.request_id: out.token_ids for out in done if out.request_id != ids[1]}
+
+
 def test_an_abort_drops_what_is_in_flight() -> None:
     with tiny_llm("llama") as llm:
         engine = llm.engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from rorqual import SamplingParams
 from rorqual.engine.cuda_graphs import graph_sizes
@@ -42,3 +43,31 @@ def test_graphs_and_steps_ahead_do_not_change_tokens(model: str, dtype: str) -> 
             assert llm.engine.scheduler.num_preemptions > 0 or model == "mistral_window"  # keeps few blocks
             assert ("wait" in llm.engine.stats.seconds) == ahead
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["llama", "mistral_window"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_steady_steps_wait_for_tokens_alone(model: str, eager: bool) -> None:
+    """Whatever else makes the host wait for the device raises: .item(), copies from unpinned memory, and the like."""
+    with tiny_llm(model, device="cuda", dtype="bfloat16", num_kv_blocks=200, enforce_eager=eager) as llm:
+        engine, done = llm.engine, []
+        for i in range(8):  # six go on through all that is looked at, two end meanwhile
+            options = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
+            params = SamplingParams(max_tokens=50 if i < 6 else 15, ignore_eos=True, **options)
+            engine.add_request([3, 4, 5 + i], params, on_finish=done.append)
+        while engine._flight is None:
+            engine.step()
+        for _ in range(3):  # compiles what is compiled
+            engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(30):
+                engine.step()
+                assert engine._flight is not None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(done) == 2
+        while engine.has_work:
+            engine.step()
+        assert [len(out.token_ids) for out in done] == [15] * 2 + [50] * 6
