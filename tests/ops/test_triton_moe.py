@@ -153,6 +153,32 @@ def test_triton_an_id_that_is_no_experts_spoils_its_own_token_only():
         run(x[5:6], weights, Routing(*(part[5:6] for part in chosen)))  # reads no memory that is not there
 
 
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter records nothing")
+@pytest.mark.parametrize("num_tokens", [1, 9, 2000])
+def test_triton_a_recorded_graph_routes_anew_and_the_host_never_waits(num_tokens):
+    weights, logits = experts(), normal(num_tokens, NUM_EXPERTS, seed=1).to(DEVICE, BF16)
+    x = inputs(num_tokens)
+
+    def step() -> torch.Tensor:
+        return run(x, weights, route_softmax(logits, top_k=TOP_K, renormalize=True))
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in (1, 2, 3):
+        logits.copy_(normal(num_tokens, NUM_EXPERTS, seed=seed))
+        x.copy_(normal(num_tokens, HIDDEN, seed=seed + 10))
+        graph.replay()
+        assert torch.equal(recorded, step())
+
+
 # --- the order of pairs
 
 
