@@ -145,6 +145,8 @@ class ModelRunner:
 
         def tell(op: Op[..., Any], backend: str, _verdicts: dict[str, str]) -> None:
             used[op.name] = backend
+            if backend == "reference" and op.name in _OPS_THAT_WAIT:  # in some layers, maybe not in the last
+                self._uses_graphs = False
 
         memory = self._memory
         with told_when_full("running the first steps", memory):
@@ -152,7 +154,6 @@ class ModelRunner:
                 self.kv = self._allocate_cache([_TRIAL_BLOCKS] * len(self.resolved.groups))
             with watch(tell):
                 self.run(self._idle_batch((1,)))
-            self._uses_graphs &= all(used.get(op) != "reference" for op in _OPS_THAT_WAIT)
             plan = self._measure(memory) if memory is not None else None
         if memory is not None and plan is not None:
             self._size_cache(gpu_budget(plan))

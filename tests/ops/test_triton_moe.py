@@ -190,13 +190,13 @@ def cover(table: torch.Tensor) -> list[tuple[int, int, int]]:
     return needed
 
 
-@pytest.mark.parametrize("chunk", [128, 4096])
+@pytest.mark.parametrize("chunks", [(128,), moe._CHUNKS])
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize(
     ("num_tokens", "count", "top_k"), [(2, 4, 2), (33, 7, 3), (150, 16, 4), (30, 140, 5), (64, 3, 3), (50, 1, 1)]
 )
-def test_triton_order_is_stable_by_expert_and_tiles_cover_it(num_tokens, count, top_k, block_m, chunk, monkeypatch):
-    monkeypatch.setattr(moe, "_CHUNK", chunk)
+def test_triton_order_is_stable_by_expert_and_tiles_cover_it(num_tokens, count, top_k, block_m, chunks, monkeypatch):
+    monkeypatch.setattr(moe, "_CHUNKS", chunks)
     ids = normal(num_tokens, count, seed=5).argsort(1)[:, :top_k]
     if count > 2:
         ids[ids == 1] = 2  # nobody chooses it

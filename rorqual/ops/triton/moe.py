@@ -23,8 +23,9 @@ from rorqual.ops.triton.launch import DEVICE, available, refuses
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_EXPERTS = 1024
-_CHUNK = 4096
-"""Pairs that a program orders: up to as many, one launch does."""
+_CHUNKS = (128, 512, 2048, 4096)
+"""Pairs that a program orders; few sizes, as each is compiled. Up to the last, one launch does."""
+_FEW_CHUNKS = 16
 
 
 class ExpertTile(NamedTuple):
@@ -256,9 +257,9 @@ def _order(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[to
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, max_tiles), dtype=torch.int32, device=device)
     bins = max(128, _power_of_two(num_experts))
-    chunk = min(_CHUNK, max(128, _power_of_two(num_pairs)))
+    chunk = next((size for size in _CHUNKS if num_pairs <= size), _CHUNKS[-1])
     chunks = -(-num_pairs // chunk)
-    options = {"BINS": bins, "CHUNK": chunk, "num_warps": 4 if chunk <= 1024 else 8, "launch_pdl": DEPENDENT_LAUNCH}
+    options = {"BINS": bins, "CHUNK": chunk, "num_warps": 4 if chunk <= 512 else 8, "launch_pdl": DEPENDENT_LAUNCH}
     counts = order
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=device)
@@ -273,7 +274,7 @@ def _order(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[to
         max_tiles,
         chunks,
         COUNTED=chunks > 1,
-        PADDED_CHUNKS=_power_of_two(chunks),
+        PADDED_CHUNKS=max(_FEW_CHUNKS, _power_of_two(chunks)),
         BLOCK_M=block_m,
         **options,
     )
