@@ -37,6 +37,7 @@ neither threads nor allocator. A round is discarded first.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import random
@@ -305,6 +306,8 @@ def drive(asked: argparse.Namespace) -> None:
     from rorqual.cli.collect_env import environment
     from rorqual.loader.source import resolve_model
 
+    # As installing a package does, and as the peers were: or every start of a source tree may compile it anew.
+    compileall.compile_dir(str(ROOT / "rorqual"), quiet=1)
     model = resolve_model(asked.model).resolve()
     if model.is_dir():
         raise SystemExit(f"{model} is a folder; the engines here start from one .gguf file: name that")
