@@ -131,9 +131,8 @@ def _code_of(*libraries: str) -> list[tuple[int, int]]:
     return found
 
 
-@functools.cache
 def load_torch_library() -> None:
-    """Let a thread load torch's library, once, unless torch is there; `import torch` finds it, or waits for the rest.
+    """Let a thread load torch's library, unless torch is there; a later `import torch` finds it, or waits for the rest.
 
     Relocating and initialising its 400 MB takes a third of a second without a line of Python. The import would hold
     Python's lock all the while; a plain call of dlopen does not. Where it fails, the import says why.
