@@ -32,10 +32,7 @@ class DecodeRows:
     @classmethod
     def of(cls, chunks: SequenceOf[Chunk]) -> DecodeRows | None:
         """The rows of these chunks, in their order; None unless each is the last known token of a begun answer."""
-        if not chunks or any(
-            stop != start + 1 or stop != len(seq.token_ids) or stop <= seq.num_prompt_tokens
-            for seq, start, stop in chunks
-        ):
+        if not chunks or num_leading_rows(chunks) < len(chunks):
             return None
         seqs = [seq for seq, _, _ in chunks]
         return cls(
@@ -67,6 +64,14 @@ class DecodeRows:
             if column >= table.shape[1]:
                 self.block_tables[group] = table = np.pad(table, ((0, 0), (0, column)))
             table[row, column] = blocks[column]
+
+
+def num_leading_rows(chunks: SequenceOf[Chunk]) -> int:
+    """How many chunks, from the front, are the last known token of a begun answer each."""
+    for i, (seq, start, stop) in enumerate(chunks):
+        if stop != start + 1 or stop != len(seq.token_ids) or stop <= seq.num_prompt_tokens:
+            return i
+    return len(chunks)
 
 
 def padded_block_tables(seqs: SequenceOf[Sequence], group: int) -> NDArray[np.int32]:

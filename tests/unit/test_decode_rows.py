@@ -53,6 +53,8 @@ def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
     chunks = scheduler.schedule()
     rows = DecodeRows.of(chunks)
     assert rows is not None
+    chunks.sort(key=lambda chunk: -chunk.stop)
+    assert rows.seqs == [chunk.seq for chunk in chunks], "the longest context comes first"
     assert_same_batch(buffer.fill(rows), chunks)
     num_steps = 0
     while True:
