@@ -96,7 +96,6 @@ DRAWN, NARROWED, LOGPROBS, TABLED, PENALISED, ENDS_MASKED, WORDS_MASKED = (1 << 
 until min_tokens; bad words of several tokens masked, whose beginnings only the host sees."""
 _PARAMETERS = np.dtype(
     [
-        ("kind", "u1"),
         ("seed", "u8"),
         ("temperature", "f8"),  # 0 for greedy
         ("log_min_p", "f8"),
@@ -163,6 +162,7 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._parameters = np.zeros(0, _PARAMETERS)
+        self._kinds = np.zeros(0, np.uint8)
         self._sequences: list[_Sequence | None] = []
         self._free: list[int] = []
         self._tables = SamplerTables(vocab_size)
@@ -182,11 +182,12 @@ class Sampler:
         bad_words: token ids of each spelling that the answer must not complete.
         """
         if not self._free:
-            count = len(self._parameters)
-            more = np.zeros(max(FIRST_SLOTS, count), _PARAMETERS)
-            self._parameters = np.concatenate([self._parameters, more])
-            self._sequences += [None] * (len(self._parameters) - count)
-            self._free = list(range(len(self._parameters) - 1, count - 1, -1))
+            count = len(self._kinds)
+            more = max(FIRST_SLOTS, count)
+            self._parameters = np.concatenate([self._parameters, np.zeros(more, _PARAMETERS)])
+            self._kinds = np.concatenate([self._kinds, np.zeros(more, np.uint8)])
+            self._sequences += [None] * more
+            self._free = list(range(count + more - 1, count - 1, -1))
         seq = _Sequence(
             params,
             prompt_token_ids=prompt_token_ids,
@@ -207,8 +208,8 @@ class Sampler:
         }
         kind = sum(kind for kind, wanted in kinds.items() if wanted)
         slot = self._free.pop()
+        self._kinds[slot] = kind
         self._parameters[slot] = (
-            kind,
             seed,
             0.0 if greedy else params.temperature,
             math.log(params.min_p) if narrowed and params.min_p > 0.0 else -math.inf,
@@ -243,7 +244,7 @@ class Sampler:
 
     def can_draw_later(self, slots: NDArray[np.int64]) -> bool:
         """Whether these may be drawn before the tokens that were drawn for them last are accepted."""
-        return not (self._parameters["kind"][slots] & WORDS_MASKED).any()
+        return not (self._kinds[slots] & WORDS_MASKED).any()
 
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
         """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are.
@@ -252,10 +253,14 @@ class Sampler:
         one to draw. Does not wait for the device, and keeps neither array.
         """
         assert logits.shape == (len(slots), self.vocab_size), f"{tuple(logits.shape)} logits for {len(slots)} rows"
-        chosen = self._parameters[slots]
-        kind = int(np.bitwise_or.reduce(chosen["kind"]))
+        kinds = self._kinds[slots]
+        kind = int(np.bitwise_or.reduce(kinds))
+        if not kind:
+            shown = draw_tokens(logits, None, None)
+            return Drawn(shown.clamp(min=0), Download(shown))
         if kind & TABLED:
-            chosen = self._with_table_rows(chosen, slots, logits.device)
+            self._give_table_rows(slots[(kinds & TABLED) > 0], logits.device)
+        chosen = self._parameters[slots]
         host: dict[str, NDArray[Any]] = {}
         if kind & DRAWN:
             host["temperature"], host["keys"] = (
@@ -267,10 +272,10 @@ class Sampler:
         if kind & TABLED:
             host |= {name: chosen[name] for name in ("table_row", "repetition", "frequency", "presence")}
         if kind & PENALISED:
-            host |= self._counts(chosen, slots, positions)
+            host |= self._counts(np.flatnonzero(kinds & PENALISED), chosen, slots, positions)
         if kind & (ENDS_MASKED | WORDS_MASKED):
-            host["masked"] = self._masked_cells(chosen, slots, positions)
-        asked = np.flatnonzero(chosen["kind"] & LOGPROBS) if kind & LOGPROBS else None
+            host["masked"] = self._masked_cells(kinds, chosen, slots, positions)
+        asked = np.flatnonzero(kinds & LOGPROBS) if kind & LOGPROBS else None
         if asked is not None:
             host["asked"] = asked
         there: dict[str, torch.Tensor] = {}
@@ -279,11 +284,10 @@ class Sampler:
             there = dict(zip(host, upload(arrays, logits.device), strict=True))
 
         edited = self._edit(logits, there)
-        usable = None if edited is logits else row_max(logits).values.isfinite()  # a mask can hide a NaN
         narrowing = {name: there[name] for name in ("log_min_p", "top_k", "top_p") if name in there}
         shown = draw_tokens(edited, there.get("temperature"), there.get("keys"), **narrowing)
-        if usable is not None:
-            shown = torch.where(usable, shown, -1)
+        if edited is not logits:
+            shown = shown.masked_fill(_broken(row_max(logits).values), -1)  # a mask can hide a NaN
         token_ids = shown.clamp(min=0)
         if "penalised" in there:
             self._tables.newest.index_copy_(0, there["penalised_row"], token_ids[there["penalised"]])
@@ -298,10 +302,9 @@ class Sampler:
             )
         return Drawn(token_ids, Download(shown), found)
 
-    def _with_table_rows(self, chosen: NDArray[Any], slots: NDArray[np.int64], device: torch.device) -> NDArray[Any]:
-        """The parameters again, when every sequence that needs a row of the tables has one."""
-        missing = np.flatnonzero(((chosen["kind"] & TABLED) > 0) & (chosen["table_row"] == 0))
-        for slot in dict.fromkeys(slots[missing].tolist()):
+    def _give_table_rows(self, slots: NDArray[np.int64], device: torch.device) -> None:
+        """Give a row of the tables to each of these that has none yet."""
+        for slot in np.unique(slots[self._parameters["table_row"][slots] == 0]).tolist():
             seq = self._sequences[slot]
             assert seq is not None
             row = self._tables.take(device)
@@ -313,13 +316,15 @@ class Sampler:
                 prompt_token_ids=seq.prompt_token_ids if seq.penalised else (),
             )
             self._parameters["table_row"][slot] = row
-        return self._parameters[slots] if len(missing) else chosen
 
     def _counts(
-        self, chosen: NDArray[Any], slots: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        penalised: NDArray[np.int64],
+        chosen: NDArray[Any],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> dict[str, NDArray[np.int64]]:
-        """Which rows are penalised, which of their newest tokens are behind them now, and what else to count."""
-        penalised = np.flatnonzero(chosen["kind"] & PENALISED)
+        """The penalised rows, which of their newest tokens are behind them now, and what else to count."""
         rows, newest_at = chosen["table_row"][penalised], chosen["newest_at"][penalised]
         host = {
             "penalised": penalised,
@@ -339,12 +344,16 @@ class Sampler:
         return host
 
     def _masked_cells(
-        self, chosen: NDArray[Any], slots: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        kinds: NDArray[np.uint8],
+        chosen: NDArray[Any],
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Tokens that cannot come next in this step: row * vocab_size + id."""
-        early = ((chosen["kind"] & ENDS_MASKED) > 0) & (positions < chosen["masked_until"])
+        early = ((kinds & ENDS_MASKED) > 0) & (positions < chosen["masked_until"])
         cells = [np.empty(0, np.int64)]
-        for row in np.flatnonzero(early | ((chosen["kind"] & WORDS_MASKED) > 0)).tolist():
+        for row in np.flatnonzero(early | ((kinds & WORDS_MASKED) > 0)).tolist():
             seq = self._sequences[slots[row]]
             assert seq is not None
             ids = seq.completing_ids() + (seq.end_ids if early[row] else [])
@@ -391,7 +400,12 @@ def draw_tokens(
     if temperature is not None and keys is not None:
         last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
         token_ids = gumbel_argmax(logits, temperature, keys, last=last)
-    return torch.where(best.values.isfinite(), token_ids, -1)
+    return token_ids.masked_fill(_broken(best.values), -1)
+
+
+def _broken(highest: torch.Tensor) -> torch.Tensor:
+    """Which of the largest logits are NaN or infinite."""
+    return (highest - highest).ne(0)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import rorqual.engine.sampler as sampler_module
 import rorqual.ops.cpu.sample  # noqa: F401  (registers the CPU answers that an engine uses)
 from rorqual.engine.sampler import Sampler, SamplerOutput, prompt_logprobs
+from rorqual.ops.sample import noise_bits, row_key
 from rorqual.sampling_params import SamplingParams
 
 
@@ -342,6 +343,56 @@ def test_only_accepted_tokens_count():
     assert drawn(sampler, logits, [(0, 1)]).token_ids == [0]
 
 
+def test_what_is_drawn_counts_once_the_sequence_moves_past_it():
+    """Steps ahead of `accept`: a position drawn again, as behind a preemption or a dropped step, counts once."""
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    logits = torch.tensor([[5.0, 3.5, 0.0]])
+    sampler = Sampler(3)
+    slot = sampler.add(params, seed=1, prompt_token_ids=[2], end_token_ids=[])
+
+    def at(position):
+        return drawn(sampler, logits, [(slot, position)]).token_ids[0]
+
+    assert [at(1), at(1), at(1), at(2), at(2)] == [0] * 5
+    sampler.accept(slot, 0)
+    assert [at(3), at(3)] == [1, 1]  # 5 - 2 < 3.5
+    sampler.accept(slot, 0)
+    sampler.accept(slot, 1)
+    assert at(4) == 0  # 3 > 2.5
+    sampler.accept(slot, 0)
+    sampler.accept(slot, 1)  # not drawn here
+    assert at(6) == 0  # 5 - 3 > 3.5 - 2
+
+
+def test_slots_and_table_rows_are_reused_and_grow():
+    logits = torch.zeros(200, 5)
+    logits[:, 0] = 1.0
+    sampler = Sampler(5)
+    biased, plain = SamplingParams(temperature=0, logit_bias={3: 9.0}), SamplingParams(temperature=0)
+    options = {"seed": 1, "prompt_token_ids": [1], "end_token_ids": []}
+    slots = [sampler.add(biased if i % 2 else plain, **options) for i in range(200)]
+    assert sorted(slots) == list(range(200))
+    assert drawn(sampler, logits, [(slot, 1) for slot in slots]).token_ids == [0, 3] * 100
+    for slot in slots[:150]:
+        sampler.remove(slot)
+    again = [
+        sampler.add(plain if i % 2 else SamplingParams(temperature=0, logit_bias={4: 9.0}), **options)
+        for i in range(150)
+    ]
+    assert sorted(again) == sorted(slots[:150])
+    assert drawn(sampler, logits, [(slot, 1) for slot in again + slots[150:]]).token_ids == [4, 0] * 75 + [0, 3] * 25
+
+
+def test_only_bad_words_of_several_tokens_wait_for_what_was_drawn():
+    sampler = Sampler(9)
+    options = {"seed": 1, "prompt_token_ids": [1], "end_token_ids": [2]}
+    others = [sampler.add(params, **options) for params in MIXED]
+    one = sampler.add(SamplingParams(), bad_words=[[3]], **options)
+    several = sampler.add(SamplingParams(), bad_words=[[3], [3, 4]], **options)
+    assert sampler.can_draw_later(np.array([*others, one]))
+    assert not sampler.can_draw_later(np.array([*others, several]))
+
+
 # --- logprobs
 
 
@@ -446,6 +497,52 @@ MIXED = [
     SamplingParams(temperature=0.8, min_tokens=50),
     SamplingParams(temperature=0.8, min_p=1e-6, top_p=0.9),
 ]
+
+
+def plainly(row, params, *, seed, position, prompt, output, end):
+    """One token by the definition alone: float32 edits, everything sorted in float64, one score per token."""
+    logits, f32 = np.asarray(row, np.float32).copy(), np.float32
+    if params.allowed_token_ids is not None:
+        logits[[i for i in range(len(logits)) if i not in params.allowed_token_ids]] = -np.inf
+    if len(output) < params.min_tokens:
+        logits[end] = -np.inf
+    for i, value in (params.logit_bias or {}).items():
+        logits[i] += f32(value)
+    for i in set(prompt + output):
+        factor = f32(params.repetition_penalty)
+        logits[i] = logits[i] / factor if logits[i] > 0 else logits[i] * factor
+    for i in set(output):
+        logits[i] -= f32(params.frequency_penalty) * f32(output.count(i))
+        logits[i] -= f32(params.presence_penalty)
+    if params.greedy:
+        return int(logits.argmax())
+    kept, _ = definition(logits, params.temperature, params.min_p, params.top_k, params.top_p)
+    ids = np.array(sorted(kept))
+    key = torch.tensor([row_key(seed, position)])
+    v = (noise_bits(torch.tensor(ids)[None], key)[0].double().numpy() + 0.5) * 2.0**-32
+    scores = logits[ids].astype(np.float64) / params.temperature - np.log(-np.log1p(-v))
+    return int(ids[scores.argmax()])
+
+
+@pytest.mark.parametrize("width", [300, 5003])
+def test_a_mixture_follows_the_definition_step_by_step(width):
+    """Drawn ahead of `accept`, as an engine that does not wait does."""
+    sampler, prompts, ends = Sampler(width), [], [5, 6, 7]
+    for i, params in enumerate(MIXED):
+        prompts.append([1, 2, i])
+        sampler.add(params, seed=i, prompt_token_ids=prompts[i], end_token_ids=ends)
+    outputs = [[] for _ in MIXED]
+    generator = torch.Generator().manual_seed(12)
+    for position in range(3, 11):
+        logits = torch.randn(len(MIXED), width, generator=generator) * 2
+        logits[:, position : position + 4] += 3.0  # some come again
+        found = drawn(sampler, logits, [(i, position) for i in range(len(MIXED))]).token_ids
+        for i, params in enumerate(MIXED):
+            expected = plainly(
+                logits[i], params, seed=i, position=position, prompt=prompts[i], output=outputs[i], end=ends
+            )
+            assert found[i] == expected, (position, params)
+            outputs[i].append(found[i])
 
 
 @pytest.mark.parametrize("width", [800, 5003])

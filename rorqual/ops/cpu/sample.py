@@ -21,6 +21,7 @@ FIRST_HEAD = 256
 """Candidates tried first where top_p alone says how many are needed."""
 HEAD_GROWTH = 16
 """How many times more the next try takes where those were not enough."""
+_LEAST = float(np.finfo(np.float32).min)
 _BLOCK = 8192
 """Tokens whose masses are computed at once: their intermediates stay in the core's cache."""
 _LOWEST_SCORE = -26.5
@@ -78,7 +79,8 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], ids: Words) 
         scaled = (logits - logits.max()) * inverse
     near = scaled >= _LOWEST_SCORE
     if np.count_nonzero(near) * 8 < len(scaled):  # a confident model: most of the vocabulary needs no noise
-        logits, ids, scaled = logits[near], ids[near], scaled[near]
+        kept = np.flatnonzero(near)
+        logits, ids, scaled = logits[kept], ids[kept], scaled[kept]
     else:
         np.maximum(scaled, _LOWEST_SCORE - 4, out=scaled)  # no denormals, which are slow
     bits = noise_bits(ids, key)
@@ -97,7 +99,7 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], ids: Words) 
 def _draw_kept(row: Floats, t: float, key: tuple[int, int], ids: Words, last: float, last_id: int) -> int:
     """The draw from a whole row, up to the last token that may be drawn."""
     if last > -math.inf:
-        ids = ids[row >= np.float32(last)]
+        ids = np.flatnonzero(row >= np.float32(last)).astype(np.uint32)
         ids = ids[(row[ids] > np.float32(last)) | (ids <= last_id)]
         row = row[ids]
     best = int(row.argmax())
@@ -185,7 +187,10 @@ def _last(row: Floats, best: float, temperature: float, log_min_p: float, top_k:
     """The last token that the filters keep, sorting no more of the row than that takes."""
     ids = np.arange(len(row))
     if log_min_p > -math.inf:
-        ids = np.flatnonzero(_relative(row, best, temperature) >= log_min_p)
+        # Float32 leaves a few too many, of which float64 decides.
+        near = np.float32(max(best + temperature * (log_min_p - 1e-3), _LEAST)) - np.float32(abs(best) * 1e-6)
+        ids = np.flatnonzero(row >= near)
+        ids = ids[_relative(row[ids], best, temperature) >= log_min_p]
     if top_k < len(ids):
         ids = ids[_top(row[ids], top_k)]
         if top_p == 1:
