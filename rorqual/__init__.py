@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # the same cores for some 16 ms; libgomp reads this when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Products on a GPU must be told not to split K (ops/vendor/linear.py), which cuBLASLt alone can be. torch reads this
+# when it is imported; told later, it warns.
+os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
 
 __version__ = "0.1.0"
 

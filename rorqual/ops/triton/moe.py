@@ -52,7 +52,7 @@ TILES: dict[int, ExpertTiles] = {
     4: ExpertTiles(ExpertTile(16, 64, 4, 6), ExpertTile(16, 64, 4, 6)),
     16: ExpertTiles(ExpertTile(32, 64, 4, 5), ExpertTile(32, 64, 4, 5)),
     32: ExpertTiles(ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4)),
-    128: ExpertTiles(ExpertTile(128, 256, 8, 4), ExpertTile(128, 128, 4, 3)),
+    128: ExpertTiles(ExpertTile(128, 128, 8, 3), ExpertTile(128, 128, 8, 3)),
 }
 """The most rows per expert, on average, that tiles are taken for; the last are for all above. An expert may well have
 twice the average, and each tile reads the weight."""
