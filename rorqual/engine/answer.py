@@ -33,27 +33,21 @@ class Answer:
         self.output = CompletionOutput(index)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.end_token_ids = self._stop_token_ids | frozenset(() if params.ignore_eos else eos_token_ids)
+        """The tokens that end it."""
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self._text_at_end = not (seq.is_streamed or params.stop)
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """The tokens that end it."""
-        return self._eos | self._stop_token_ids
-
-    @property
-    def only_collects(self) -> bool:
-        """Whether a token that does not end it is only added to its ids: no text, no logprobs, no counts change."""
-        params = self.params
-        counted = params.bad_words or params.repetition_penalty != 1.0
-        counted = counted or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         makes_text = self._detokenizer is not None and not self._text_at_end
-        return not (self.seq.is_streamed or makes_text or self.output.logprobs is not None or counted)
+        self.only_collects = not (seq.is_streamed or makes_text or params.logprobs is not None)
+        """Whether a token that does not end it is only added to its ids: no text and no logprobs come of it."""
+        self.counts = bool(params.bad_words) or any(
+            (params.repetition_penalty != 1.0, params.frequency_penalty != 0.0, params.presence_penalty != 0.0)
+        )
+        """Whether later draws depend on which tokens were kept."""
 
     @property
     def finished(self) -> bool:
@@ -68,7 +62,7 @@ class Answer:
             output.logprobs.append(logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[token_id].logprob
         is_stop_token = token_id in self._stop_token_ids
-        ends = is_stop_token or token_id in self._eos
+        ends = token_id in self.end_token_ids
         text = ""
         shown = not ends or self.params.include_stop_str_in_output
         if self._detokenizer is not None and not self._text_at_end and shown:
@@ -116,6 +110,8 @@ class AnswerRows:
         self._answers = answers
         self._token_ids = [answer.output.token_ids for answer in answers]
         self._looked_at = np.array([not answer.only_collects for answer in answers])
+        self.counts = np.array([answer.counts for answer in answers])
+        """bool [num_rows], of each answer."""
         self._end_token_ids = np.array(sorted(frozenset().union(*(a.end_token_ids for a in answers))), np.int64)
 
     def take(self, rows: SequenceOf[int]) -> AnswerRows:

@@ -18,7 +18,7 @@ from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.config import EngineConfig
 from rorqual.engine.answer import Answer, AnswerRows
 from rorqual.engine.batch_builder import build_batch
-from rorqual.engine.decode_rows import DecodeRows
+from rorqual.engine.decode_rows import DecodeRows, num_leading_rows
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
@@ -228,23 +228,26 @@ class Engine:
             self._flight = self._fly_ahead(flight, gone)
             with self.stats.stage("wait"):
                 drawn = flight.drawn.wait()
-            deltas = self._keep(flight, drawn, gone)
+            deltas = self._keep(flight.rows, flight.answers, drawn, gone)
             self._count_step(start, num_decodes=len(flight.rows.seqs))
             return deltas
         with self.stats.stage("schedule"):
             chunks = self.scheduler.schedule(self._pacing.prompt_limit)
         if not chunks:
             return []
-        rows = DecodeRows.of(chunks)
-        if rows is None:
-            return self._step_with_prompts(chunks, start)
-        flight = self._take_off(rows, AnswerRows([self._answer_of[seq][1] for seq in rows.seqs]))
+        # The longest contexts go first: a device that starts with them does not end up with them alone.
+        num_decodes = num_leading_rows(chunks)
+        chunks[:num_decodes] = sorted(chunks[:num_decodes], key=lambda chunk: -chunk.stop)
+        rows = DecodeRows.of(chunks[:num_decodes])
+        if rows is None or num_decodes < len(chunks):
+            return self._step_with_prompts(chunks, rows, start)
+        flight = self._take_off(rows, self._answers(rows))
         if self._looks_ahead and self._sampler.can_draw_later(rows.sampler_slots):
             self._flight = flight
             return []
         with self.stats.stage("sample"):
             drawn = flight.drawn.wait()
-        deltas = self._keep(flight, drawn, ())
+        deltas = self._keep(rows, flight.answers, drawn)
         self._count_step(start, num_decodes=len(rows.seqs))
         return deltas
 
@@ -279,16 +282,22 @@ class Engine:
                 token_ids = token_ids[upload([left], token_ids.device)[0]]
         return self._take_off(ahead, answers, token_ids)
 
-    def _keep(self, flight: _Flight, drawn: SamplerOutput, gone: SequenceOf[int]) -> list[StreamDelta]:
-        """Give a step's tokens to its answers, but for the rows in `gone`, whose answers have ended meanwhile."""
-        rows = flight.rows
+    def _answers(self, rows: DecodeRows) -> AnswerRows:
+        return AnswerRows([self._answer_of[seq][1] for seq in rows.seqs])
+
+    def _keep(
+        self, rows: DecodeRows, answers: AnswerRows, drawn: SamplerOutput, gone: SequenceOf[int] = ()
+    ) -> list[StreamDelta]:
+        """Give the tokens of a step's first rows to their answers, but for those in `gone`, which ended meanwhile."""
         with self.stats.stage("update"):
-            token_ids = np.array(drawn.token_ids)
-            pushed = flight.answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
+            token_ids = np.array(drawn.token_ids[: len(rows.seqs)])
+            pushed = answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
             pushed[list(gone)] = True
             collected = np.flatnonzero(~pushed)
             new = token_ids[collected].tolist()
-            flight.answers.collect(collected.tolist(), new)
+            answers.collect(collected.tolist(), new)
+            for row in np.flatnonzero(answers.counts & ~pushed).tolist():
+                self._sampler.accept(rows.seqs[row].sampler_slot, int(token_ids[row]))
             seqs = [rows.seqs[row] for row in collected.tolist()]
             self.scheduler.advance_decodes(seqs, rows.stops[collected], new)
             self.stats.num_output_tokens += len(new)
@@ -301,7 +310,8 @@ class Engine:
 
     # ---- steps with prompts
 
-    def _step_with_prompts(self, chunks: list[Chunk], start: float) -> list[StreamDelta]:
+    def _step_with_prompts(self, chunks: list[Chunk], decodes: DecodeRows | None, start: float) -> list[StreamDelta]:
+        """A step of chunks of any length; those of `decodes` come first."""
         wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
         with self.stats.stage("build"):
             batch, rows = build_batch(
@@ -310,12 +320,18 @@ class Engine:
         with self.stats.stage("forward"):
             hidden = self._runner.hidden_states(batch)
         with self.stats.stage("sample"):
-            sampled = self._sample(chunks, rows, hidden)
+            drawn, row_of = self._sample(chunks, rows, hidden)
+        num_decodes, deltas = 0, []
+        if decodes is not None:
+            num_decodes, deltas = len(decodes.seqs), self._keep(decodes, self._answers(decodes), drawn)
         with self.stats.stage("update"):
-            deltas = [d for c, s in zip(chunks, sampled, strict=True) if (d := self._update(c, s)) is not None]
+            for i, chunk in enumerate(chunks[num_decodes:], num_decodes):
+                delta = self._update(chunk, self._result(drawn, row_of[i]) if i in row_of else None)
+                if delta is not None:
+                    deltas.append(delta)
         self._count_step(
             start,
-            num_decodes=sum(length == 1 for length in batch.query_lens),
+            num_decodes=batch.num_single_token_seqs,
             num_prompt_tokens=sum(length for length in batch.query_lens if length > 1),
         )
         return deltas
@@ -326,8 +342,8 @@ class Engine:
 
     def _sample(
         self, chunks: list[Chunk], rows: list[range], hidden: torch.Tensor
-    ) -> list[tuple[int, dict[int, Logprob] | None] | str | None]:
-        """Per chunk: the token and its logprobs; None if the chunk ends before its prompt does; or what went wrong."""
+    ) -> tuple[SamplerOutput, dict[int, int]]:
+        """What was drawn, and its row for each index of a chunk that reaches the end of the known tokens."""
         first_rows = [0]
         for wanted in rows:
             first_rows.append(first_rows[-1] + len(wanted))
@@ -335,19 +351,16 @@ class Engine:
             if len(wanted) and self._wants_prompt_logprobs(chunk.seq):
                 self._record_prompt_logprobs(chunk.seq, wanted, hidden[first : first + len(wanted)])
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
-        results: list[tuple[int, dict[int, Logprob] | None] | str | None] = [None] * len(chunks)
         if not sampling:
-            return results
-        last_rows = [first_rows[i + 1] - 1 for i in sampling]
-        if len(last_rows) != hidden.shape[0]:
-            hidden = hidden[last_rows]
+            return SamplerOutput([], [], []), {}
+        if len(sampling) != hidden.shape[0]:
+            last_rows = np.array([first_rows[i + 1] - 1 for i in sampling])
+            hidden = hidden[upload([last_rows], hidden.device)[0]]
         logits = self._runner.compute_logits(hidden)
         sequences = [chunks[i].seq for i in sampling]
         slots = np.array([seq.sampler_slot for seq in sequences], np.int64)
         drawn = self._sampler.draw(logits, slots, np.array([len(seq.token_ids) for seq in sequences], np.int64)).wait()
-        for row, i in enumerate(sampling):
-            results[i] = self._result(drawn, row)
-        return results
+        return drawn, {i: row for row, i in enumerate(sampling)}
 
     def _result(self, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
         """A row's token and its logprobs, or what went wrong."""

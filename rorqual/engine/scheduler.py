@@ -73,8 +73,10 @@ class Scheduler:
         spare = self.max_num_batched_tokens - len(decoding)
         for seq in decoding:
             if seq.block_tables:  # not preempted for the sake of an older one
-                seq.draft_token_ids = seq.draft_token_ids[: max(0, min(spare, seq.max_len - len(seq.token_ids) - 1))]
-                spare -= len(seq.draft_token_ids)
+                if seq.draft_token_ids:
+                    most = max(0, min(spare, seq.max_len - len(seq.token_ids) - 1))
+                    seq.draft_token_ids = seq.draft_token_ids[:most]
+                    spare -= len(seq.draft_token_ids)
                 self._compute(seq, 1 + len(seq.draft_token_ids), chunks)
         budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks.values())
         if prompt_limit is not None and any(seq.is_streamed for seq in chunks):

@@ -67,8 +67,9 @@ def test_only_some_tokens_are_pushed() -> None:
         answer(presence_penalty=0.5),
     )
     rows = AnswerRows([plain, reading, streamed, texts, stops, scored, counted])
-    assert rows.to_push(np.full(7, 3)).tolist() == [False, False, True, False, True, True, True]
-    assert rows.to_push(np.array([END, STOP, 3, 3, 3, 3, 3])).tolist() == [True, True, True, False, True, True, True]
+    assert rows.to_push(np.full(7, 3)).tolist() == [False, False, True, False, True, True, False]
+    assert rows.to_push(np.array([END, STOP, 3, 3, 3, 3, 3])).tolist() == [True, True, True, False, True, True, False]
+    assert rows.counts.tolist() == [False] * 6 + [True]
     rows.collect([0, 3], [7, 8])
     assert (plain.output.token_ids, texts.output.token_ids, reading.output.token_ids) == ([7], [8], [])
     assert rows.take([1, 3]).to_push(np.full(2, 3)).tolist() == [False, False]
