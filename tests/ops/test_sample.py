@@ -276,6 +276,7 @@ def test_masses_are_rounded_exponentials():
     found, exact = sample.masses(x), x.exp() * 2.0**sample.MASS_BITS
     assert found[0] == 2**sample.MASS_BITS
     assert ((found - exact).abs() <= 0.5 + 1e-12 * exact).all()
+    assert torch.equal(torch.from_numpy(cpu.masses(x.numpy())), found)
     assert sample.masses(torch.tensor([-torch.inf, -1e300], dtype=torch.float64)).tolist() == [0, 0]
 
 

@@ -75,8 +75,12 @@ def _draw(logits: Floats, temperature: float, key: tuple[int, int], ids: Words) 
     costs no logarithm, and whoever stays below the true w / E of one token has lost.
     """
     inverse = np.float32(min(max(1 / temperature, 1e-44), 3e38))  # keeps products of 0 and infinity from being NaN
+    highest = logits.max()
+    if not np.isfinite(highest):
+        return 0
     with np.errstate(over="ignore"):
-        scaled = (logits - logits.max()) * inverse
+        scaled = logits - highest
+        scaled *= inverse
     near = scaled >= _LOWEST_SCORE
     if np.count_nonzero(near) * 8 < len(scaled):  # a confident model: most of the vocabulary needs no noise
         kept = np.flatnonzero(near)
@@ -102,10 +106,7 @@ def _draw_kept(row: Floats, t: float, key: tuple[int, int], ids: Words, last: fl
         ids = np.flatnonzero(row >= np.float32(last)).astype(np.uint32)
         ids = ids[(row[ids] > np.float32(last)) | (ids <= last_id)]
         row = row[ids]
-    best = int(row.argmax())
-    if t == 0 or not math.isfinite(row[best]):
-        return int(ids[best])
-    return _draw(row, t, key, ids)
+    return _draw(row, t, key, ids) if t else int(ids[row.argmax()])
 
 
 @reference.gumbel_argmax.impl("cpu", refuse=_not_long_rows)
@@ -185,28 +186,31 @@ def narrow(
 
 def _last(row: Floats, best: float, temperature: float, log_min_p: float, top_k: int, top_p: float) -> int:
     """The last token that the filters keep, sorting no more of the row than that takes."""
-    ids = np.arange(len(row))
+    ids = None  # all of them
     if log_min_p > -math.inf:
         # Float32 leaves a few too many, of which float64 decides.
         near = np.float32(max(best + temperature * (log_min_p - 1e-3), _LEAST)) - np.float32(abs(best) * 1e-6)
         ids = np.flatnonzero(row >= near)
         ids = ids[_relative(row[ids], best, temperature) >= log_min_p]
-    if top_k < len(ids):
-        ids = ids[_top(row[ids], top_k)]
+    kept = row if ids is None else row[ids]
+    if top_k < len(kept):
+        head = _top(kept, top_k)
+        ids, kept = head if ids is None else ids[head], kept[head]
         if top_p == 1:
             return int(ids[-1])
     elif top_p == 1:
-        lowest = row[ids].min()
-        return int(ids[row[ids] == lowest][-1])
-    mass = _mass(row[ids], best, temperature)
-    total = mass.sum()
-    limit = min(math.ceil(top_p * float(total)), int(total))
+        assert ids is not None, "something narrows"
+        return int(ids[kept == kept.min()][-1])
+    starts = range(0, len(kept), _BLOCK)
+    total = sum(int(_mass(kept[start : start + _BLOCK], best, temperature).sum()) for start in starts)
+    limit = min(math.ceil(top_p * float(total)), total)
     count = FIRST_HEAD
     while True:
-        head = _top(row[ids], min(count, len(ids)))
-        reached = mass[head].cumsum()
+        head = _top(kept, min(count, len(kept)))
+        reached = _mass(kept[head], best, temperature).cumsum()
         if reached[-1] >= limit:
-            return int(ids[head[np.searchsorted(reached, limit)]])
+            last = head[np.searchsorted(reached, limit)]
+            return int(last if ids is None else ids[last])
         count *= HEAD_GROWTH
 
 
@@ -218,13 +222,32 @@ def _relative(row: Floats, best: float, temperature: float) -> npt.NDArray[np.fl
 
 
 def _mass(row: Floats, best: float, temperature: float) -> npt.NDArray[np.int64]:
-    """`masses` of tokens; little is computed for those that have none."""
-    made = np.zeros(len(row), np.int64)
-    for start in range(0, len(row), _BLOCK):
-        relative = _relative(row[start : start + _BLOCK], best, temperature)
-        near = np.flatnonzero(relative > reference.LOWEST_EXPONENT)
-        made[start + near] = reference.masses(torch.from_numpy(relative[near])).numpy()
-    return made
+    """`masses` of tokens."""
+    relative = _relative(row, best, temperature)
+    return masses(relative) if relative.max() > reference.LOWEST_EXPONENT else np.zeros(len(row), np.int64)
+
+
+def masses(relative: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """The reference's `masses`, operation by operation, in place."""
+    x = np.maximum(relative, reference.LOWEST_EXPONENT)
+    whole = x * reference.LOG2_E
+    whole += 0.5
+    np.floor(whole, out=whole)
+    value = whole * reference.LN2_HIGH
+    x -= value
+    np.multiply(whole, reference.LN2_LOW, out=value)
+    x -= value
+    value.fill(reference.EXP_TERMS[0])
+    for term in reference.EXP_TERMS[1:]:
+        value *= x
+        value += term
+    scale = whole.astype(np.int64)
+    scale += reference.MASS_BITS + 1023
+    scale <<= 52
+    value *= scale.view(np.float64)
+    value += 0.5
+    np.floor(value, out=value)
+    return value.astype(np.int64)
 
 
 @reference.edit_logits.impl("cpu", refuse=_not_on_cpu)
