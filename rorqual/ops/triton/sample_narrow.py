@@ -1,8 +1,8 @@
-"""Where min_p, top_k and top_p cut, on NVIDIA GPUs, without sorting: counts and masses up to a few logits of each row
-say between which of them the cut lies; the tokens there are collected, and halving finds it among them.
+"""Where min_p, top_k and top_p cut, and the most likely tokens, on NVIDIA GPUs, without sorting rows.
 
-Counts and masses are integers, so that programs may add them up in any order. Operations on float64 are single ones,
-not fused, so that they are those of the reference.
+Counts and masses up to a few logits of each row say between which of them the cut lies; the tokens there are collected,
+and halving finds it among them. Counts and masses are integers, so that programs may add them up in any order.
+Operations on float64 are single ones, not fused, so that they are those of the reference.
 """
 
 # mypy: ignore-errors
@@ -13,10 +13,23 @@ import torch
 import triton
 import triton.language as tl
 
-from rorqual.ops.sample import EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2_E, LOWEST_EXPONENT, MASS_BITS, LastKept, narrow
+from rorqual.ops.sample import (
+    EXP_TERMS,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    LOWEST_EXPONENT,
+    MASK32,
+    MASS_BITS,
+    Candidates,
+    LastKept,
+    narrow,
+    top_candidates,
+)
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._interpreter import bound
 from rorqual.ops.triton.launch import refuses
+from rorqual.ops.triton.sample import row_max_triton
 
 _PIECE = 2048
 """Tokens of a row that one program counts or collects."""
@@ -293,3 +306,55 @@ def narrow_triton(
     _collect_kernel[pieces](*given, found, num_found, *shape, PIECE=_PIECE, num_warps=4, **exact)
     _cut_kernel[(rows,)](*given, found, num_found, spare, *made, *shape, TILE=_TILE, num_warps=8, **exact)
     return made
+
+
+@triton.jit
+def _gather_kernel(logits, last_values, last_ids, keys, num_found, columns, logits_row, logits_column, count,
+                   PIECE: tl.constexpr):  # fmt: skip
+    """keys int64 [rows, count], in any order, of the tokens up to the last; num_found int32 [rows], zero before."""
+    wait_for_earlier_kernels()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    there = column < columns
+    at = logits + row * logits_row + column.to(tl.int64) * logits_column
+    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+    last = tl.load(last_values + row)
+    kept = there & ((logit > last) | ((logit == last) & (column <= tl.load(last_ids + row))))
+    start = tl.atomic_add(num_found + row, tl.sum(kept.to(tl.int32), 0))
+    place = start + tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(keys + row * count + place, _keys(logit, column), mask=kept & (place < count))
+
+
+def _refuse_top(logits: torch.Tensor, *, count: int) -> str | None:
+    return refuses(logits)
+
+
+@top_candidates.impl("triton", refuse=_refuse_top)
+def top_candidates_triton(logits: torch.Tensor, *, count: int) -> Candidates:
+    """See the reference; only what is kept is sorted."""
+    rows, columns = logits.shape
+    last = narrow_triton(
+        logits,
+        row_max_triton(logits).values,
+        logits.new_ones(rows, dtype=torch.float64),
+        log_min_p=logits.new_full((rows,), -torch.inf, dtype=torch.float64),
+        top_k=logits.new_full((rows,), count, dtype=torch.int64),
+        top_p=logits.new_ones(rows, dtype=torch.float64),
+    )
+    keys = logits.new_zeros((rows, count), dtype=torch.int64)
+    if rows:
+        num_found = logits.new_zeros(rows, dtype=torch.int32)
+        _gather_kernel[-(-columns // _PIECE), rows](
+            logits,
+            *last,
+            keys,
+            num_found,
+            columns,
+            *logits.stride(),
+            count,
+            PIECE=_PIECE,
+            num_warps=4,
+            launch_pdl=DEPENDENT_LAUNCH,
+        )
+    ids = keys.sort(1).values & MASK32
+    return Candidates(logits.gather(1, ids).float(), ids)
