@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: the model, for batches of single tokens, recorded once per size and replayed.
+"""CUDA graphs of decode steps: from tokens to logits and draws, for batches of single tokens, recorded once per size.
 
 A graph reads its batch from a DecodeBuffer, whose tensors stay where they are. A batch takes the smallest graph that it
 fits; the buffer sees to it that the rows behind it do nothing, and nobody reads what comes out of them.
@@ -17,10 +17,19 @@ from rorqual.batch import Batch
 from rorqual.engine.decode_buffer import DecodeBuffer
 
 
+class Decoded(NamedTuple):
+    """What a decode step leaves on the device; valid until the next one."""
+
+    logits: torch.Tensor
+    """[num_rows, vocab_size]"""
+    token_ids: torch.Tensor | None
+    """[num_rows] int64, if the step draws too: by the buffer's temperatures and keys; -1 where nothing can be drawn."""
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor
-    """[size, hidden_size], written by each replay."""
+    decoded: Decoded
+    """Of as many rows as the graph has, written by each replay."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -34,14 +43,14 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Callable[[Batch], torch.Tensor],
+        decode: Callable[[Batch], Decoded],
         buffer: DecodeBuffer,
         *,
         max_model_len: int,
         sizes: Sequence[int],
         progress: bool = False,
     ) -> None:
-        """Record the model, a batch -> hidden states [num_tokens, hidden_size], at ascending sizes, largest first."""
+        """Record a step that only decodes at ascending sizes, the largest first."""
         self._buffer = buffer
         self._sizes = list(sizes)
         self._graphs: dict[int, _Graph] = {}
@@ -51,18 +60,16 @@ class DecodeGraphs:
             for size in bar:
                 any_context = (max_model_len,) * size
                 # The first run compiles and allocates what must not be while a graph is recorded.
-                model(buffer.batch(size, any_context))
+                decode(buffer.batch(size, any_context))
                 graph, batch = torch.cuda.CUDAGraph(), buffer.batch(size, any_context)
                 with torch.cuda.graph(graph, pool=pool):
-                    hidden = model(batch)
-                self._graphs[size] = _Graph(graph, hidden)
+                    decoded = decode(batch)
+                self._graphs[size] = _Graph(graph, decoded)
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether there is a graph: the batch is what the buffer holds."""
-        return batch is self._buffer.filled
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        """The model's hidden states for a batch that `takes` accepts; valid until the next run."""
-        graph, hidden = self._graphs[self._sizes[bisect_left(self._sizes, batch.num_tokens)]]
+    def run(self, batch: Batch) -> Decoded:
+        """The step of the batch that the buffer holds."""
+        assert batch is self._buffer.filled, "a graph reads the buffer"
+        count = batch.num_tokens
+        graph, (logits, token_ids) = self._graphs[self._sizes[bisect_left(self._sizes, count)]]
         graph.replay()
-        return hidden[: batch.num_tokens]
+        return Decoded(logits[:count], None if token_ids is None else token_ids[:count])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
 from rorqual.engine.decode_rows import DecodeRows
+from rorqual.engine.sampler import Draws
 from rorqual.engine.transfer import Staging, upload
 
 
@@ -44,12 +45,16 @@ class DecodeBuffer:
                 (rows, np.int64),  # positions
                 ((max_num_seqs, 1), np.int64),  # columns: where in its block table a row's token is
                 (rows, np.int32),  # context_lens
+                (rows, np.float64),  # temperature
+                ((max_num_seqs, 2), np.int64),  # keys
                 *[(rows, np.int64)] * num_groups,  # slot_mapping
                 *[((max_num_seqs, 1), np.int32)] * num_groups,  # blocks: what stands there
             ],
             device,
         )
-        self._input_ids, self._positions, self._columns, self._context_lens, *per_group = self._staging.tensors
+        self._input_ids, self._positions, self._columns, self._context_lens, *more = self._staging.tensors
+        self.temperature, self.keys, *per_group = more
+        """[max_num_seqs] float64 and [max_num_seqs, 2] int64, for a draw that is part of the step."""
         self._slots, self._blocks = per_group[:num_groups], per_group[num_groups:]
         shape = (max_num_seqs, -(-max_model_len // block_size))
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
@@ -84,14 +89,17 @@ class DecodeBuffer:
             )
         return Batch(*views, context_lens)
 
-    def fill(self, rows: DecodeRows, input_ids: torch.Tensor | None = None) -> Batch:
+    def fill(self, rows: DecodeRows, input_ids: torch.Tensor | None = None, draws: Draws | None = None) -> Batch:
         """A step's batch, valid until the next call.
 
-        input_ids: int64 [num_rows] on the device, where the host does not know the tokens yet.
+        input_ids: int64 [num_rows] on the device, where the host does not know the tokens yet. draws: what
+        `temperature` and `keys` become, if it matters.
         """
         count, size = len(rows.seqs), self._block_size
         arrays = self._staging.arrays()
-        ids, positions, columns, context_lens, *per_group = arrays
+        ids, positions, columns, context_lens, temperature, keys, *per_group = arrays
+        if draws is not None:
+            temperature[:count], keys[:count] = draws
         at = positions[:count]
         np.subtract(rows.stops, 1, out=at)
         column, offset = np.divmod(at, size)
@@ -110,15 +118,17 @@ class DecodeBuffer:
         else:
             self._staging.send(first=1)
             self._input_ids[:count].copy_(input_ids)
+            if self.filled is None or self.filled.num_tokens > count:
+                self._input_ids[count:].zero_()  # all behind ask for the same experts of a mixture
         self._send_tables(rows, int(column.max()) + 1)
         self.filled = self.batch(count, tuple(rows.stops.tolist()))
         return self.filled
 
     def _clear_behind(self, arrays: list[NDArray[np.int64]], count: int) -> None:
         """Let the rows from `count` on do nothing."""
-        _, positions, columns, context_lens, *per_group = arrays
+        _, positions, columns, context_lens, temperature, _, *per_group = arrays
         num_groups = len(self._tables)
-        for array in (positions, columns, context_lens, *per_group[num_groups:]):
+        for array in (positions, columns, context_lens, temperature, *per_group[num_groups:]):
             array[count:] = 0
         for slots in per_group[:num_groups]:
             slots[count:] = -1

@@ -262,10 +262,13 @@ class Engine:
     def _take_off(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> _Flight:
         """Tell the device of a step. input_ids: where the host does not know them yet."""
         with self.stats.stage("build"):
-            batch = self._decode_buffer.fill(rows, input_ids)
+            draws = self._sampler.plain_draws(rows.sampler_slots, rows.stops) if self._runner.draws else None
+            batch = self._decode_buffer.fill(rows, input_ids, draws)
         with self.stats.stage("forward"):
-            logits = self._runner.run(batch)
+            logits, token_ids = self._runner.decode(batch)
         with self.stats.stage("sample"):
+            if draws is not None and token_ids is not None:
+                return _Flight(rows, answers, Drawn.of(token_ids))
             return _Flight(rows, answers, self._sampler.draw(logits, rows.sampler_slots, rows.stops))
 
     def _fly_ahead(self, flight: _Flight, gone: SequenceOf[int]) -> _Flight | None:

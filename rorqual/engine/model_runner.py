@@ -16,7 +16,7 @@ from rorqual.batch import Batch, CacheView
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
-from rorqual.engine.cuda_graphs import DecodeGraphs, graph_sizes
+from rorqual.engine.cuda_graphs import Decoded, DecodeGraphs, graph_sizes
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.memory import (
     CacheBudget,
@@ -32,7 +32,7 @@ from rorqual.engine.memory import (
     told_when_full,
 )
 from rorqual.engine.resolved_config import resolve
-from rorqual.engine.sampler import Sampler
+from rorqual.engine.sampler import Sampler, draw_tokens
 from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.staging import MOST_READERS, Staging
@@ -220,7 +220,7 @@ class ModelRunner:
 
     def _capture(self, sizes: Sequence[int], *, progress: bool) -> DecodeGraphs:
         return DecodeGraphs(
-            lambda batch: self.model(batch, self.kv),
+            self._decode_and_draw,
             self.decode_buffer,
             max_model_len=self.resolved.max_model_len,
             sizes=sizes,
@@ -253,11 +253,23 @@ class ModelRunner:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
         return self.compute_logits(self.hidden_states(batch))
 
+    @property
+    def draws(self) -> bool:
+        """Whether `decode` draws tokens too."""
+        return self._graphs is not None
+
+    def decode(self, batch: Batch) -> Decoded:
+        """The step of the decode buffer's batch: a recorded one with its draws, or the logits alone."""
+        return self._graphs.run(batch) if self._graphs is not None else Decoded(self.run(batch), None)
+
+    def _decode_and_draw(self, batch: Batch) -> Decoded:
+        logits, buffer, count = self.run(batch), self.decode_buffer, batch.num_tokens
+        return Decoded(logits, draw_tokens(logits, buffer.temperature[:count], buffer.keys[:count]))
+
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the rows whose logits are wanted [num_rows, size]."""
-        graphs = self._graphs
-        hidden = graphs.run(batch) if graphs and graphs.takes(batch) else self.model(batch, self.kv)
+        hidden: torch.Tensor = self.model(batch, self.kv)
         if len(batch.logits_indices) != batch.num_tokens:
             hidden = hidden.index_select(0, batch.logits_indices)
         return hidden

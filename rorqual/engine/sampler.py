@@ -70,6 +70,15 @@ class _Logprobs(NamedTuple):
     """The parts of `TopLogprobs`."""
 
 
+class Draws(NamedTuple):
+    """What `draw_tokens` needs of each row beside its logits."""
+
+    temperature: NDArray[np.float64]
+    """[num_rows]; 0 takes the best token."""
+    keys: NDArray[np.int64]
+    """[num_rows, 2]"""
+
+
 class Drawn(NamedTuple):
     """Tokens that were drawn on the device."""
 
@@ -78,6 +87,11 @@ class Drawn(NamedTuple):
     download: Download
     """The same on the way to the host, with -1 for failed rows."""
     asked: _Logprobs | None = None
+
+    @classmethod
+    def of(cls, shown: torch.Tensor, asked: _Logprobs | None = None) -> Drawn:
+        """What `draw_tokens` returned."""
+        return cls(shown.clamp(min=0), Download(shown), asked)
 
     def wait(self) -> SamplerOutput:
         """What was drawn, once the device is that far."""
@@ -246,6 +260,13 @@ class Sampler:
         """Whether these may be drawn before the tokens that were drawn for them last are accepted."""
         return not (self._kinds[slots] & WORDS_MASKED).any()
 
+    def plain_draws(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws | None:
+        """What `draw_tokens` needs beside logits, where that is all that these rows need; else None. As for `draw`."""
+        if (self._kinds[slots] & ~np.uint8(DRAWN)).any():
+            return None
+        chosen = self._parameters[slots]
+        return Draws(chosen["temperature"], row_keys(chosen["seed"], positions.astype(np.uint64)))
+
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
         """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are.
 
@@ -257,7 +278,7 @@ class Sampler:
         kind = int(np.bitwise_or.reduce(kinds))
         if not kind:
             shown = draw_tokens(logits, None, None)
-            return Drawn(shown.clamp(min=0), Download(shown))
+            return Drawn.of(shown)
         if kind & TABLED:
             self._give_table_rows(slots[(kinds & TABLED) > 0], logits.device)
         chosen = self._parameters[slots]

@@ -20,7 +20,7 @@ import torch
 from rorqual.loader.layer import WantedTensor
 from rorqual.loader.stored_tensor import StoredTensor
 
-MOST_READERS = 16
+MOST_READERS = 8
 """Threads that are worth having: a core copies 4 to 10 GB/s out of the page cache, and PCIe 5.0 carries 55."""
 _BUFFER_BYTES = 8 << 20
 

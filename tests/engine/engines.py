@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rorqual import LLM
 from rorqual.batch import Batch
+from rorqual.engine.cuda_graphs import Decoded
 from tests.tiny import VOCAB, checkpoint_folder
 
 TINY_OPTIONS: dict[str, Any] = {
@@ -43,6 +44,11 @@ class ScriptedRunner:
         self.block_size, self.vocab_size = llm.engine.resolved.block_size, llm.engine.vocab_size
         self.slots: dict[int, int] = {}
         self.model, self.resolved = llm.engine._runner.model, llm.engine.resolved
+
+    draws = False
+
+    def decode(self, batch: Batch) -> Decoded:
+        return Decoded(self.run(batch), None)
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         return self.run(batch)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
+from rorqual.batch import Batch
+from rorqual.engine.cuda_graphs import Decoded
 from rorqual.ops.sample import noise_bits, row_keys
 from tests.engine.engines import TINY_OPTIONS, tiny_llm
 from tests.tiny import CONFIGS, VOCAB, random_model, reference_logits
@@ -104,15 +106,22 @@ BFLOAT16_CASES = {
 def all_logits(llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], torch.Tensor]:
     """A greedy answer, and the logits [len(prompt) + len(answer) - 1, vocab] of every position on the way to it."""
     runner, seen = llm.engine._runner, []
-    compute = runner.compute_logits
+    compute, decode = runner.compute_logits, runner.decode
 
     def watched(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
         seen.append(logits.float().cpu())
         return logits
 
+    def watched_decode(batch: Batch) -> Decoded:
+        decoded = decode(batch)
+        if runner.draws:  # in a graph, where nothing is called
+            seen.append(decoded.logits.float().cpu())
+        return decoded
+
     with monkeypatch.context() as patch:
         patch.setattr(runner, "compute_logits", watched)
+        patch.setattr(runner, "decode", watched_decode)
         (out,) = llm.generate(prompt, DRAWS["greedy"].clone(prompt_logprobs=0), use_tqdm=False)
     return out.token_ids, torch.cat(seen)
 

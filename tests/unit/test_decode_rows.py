@@ -14,6 +14,7 @@ from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.decode_rows import DecodeRows
+from rorqual.engine.sampler import Draws
 from rorqual.engine.scheduler import Scheduler
 from rorqual.engine.transfer import Staging
 from rorqual.sequence import Chunk, Sequence
@@ -53,8 +54,6 @@ def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
     chunks = scheduler.schedule()
     rows = DecodeRows.of(chunks)
     assert rows is not None
-    chunks.sort(key=lambda chunk: -chunk.stop)
-    assert rows.seqs == [chunk.seq for chunk in chunks], "the longest context comes first"
     assert_same_batch(buffer.fill(rows), chunks)
     num_steps = 0
     while True:
@@ -63,7 +62,12 @@ def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
         ahead = scheduler.look_ahead(rows, gone)
         if ahead is not None:
             kept = [tokens[rows.seqs.index(seq)] for seq in ahead.seqs]
-            batch = buffer.fill(ahead, torch.tensor(kept))
+            count = len(kept)
+            draws = Draws(np.arange(count) + 0.5, np.arange(2 * count).reshape(-1, 2))
+            batch = buffer.fill(ahead, torch.tensor(kept), draws)
+            assert buffer.temperature.tolist() == [*draws.temperature, *[0.0] * (MOST - count)]
+            assert buffer.keys[:count].tolist() == draws.keys.tolist()
+            assert (buffer._input_ids[count:] == 0).all()
             assert (buffer._slots[0][len(kept) :] == -1).all(), "the rows behind write nowhere"
             assert (buffer._context_lens[len(kept) :] == 0).all()
         left = [row for row in range(len(rows.seqs)) if row not in gone]

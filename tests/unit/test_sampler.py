@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rorqual.engine.sampler as sampler_module
 import rorqual.ops.cpu.sample  # noqa: F401  (registers the CPU answers that an engine uses)
-from rorqual.engine.sampler import Sampler, SamplerOutput, prompt_logprobs
+from rorqual.engine.sampler import Sampler, SamplerOutput, draw_tokens, prompt_logprobs
 from rorqual.ops.sample import noise_bits, row_key
 from rorqual.sampling_params import SamplingParams
 
@@ -584,3 +584,20 @@ def test_several_rows_of_one_sequence_draw_by_their_positions():
 
 def test_no_rows_give_no_tokens():
     assert drawn(Sampler(10), torch.empty(0, 10), []) == ([], [], [])
+
+
+def test_plain_draws_are_all_that_plain_rows_need():
+    """What a recorded step draws by is what `draw` draws by; whatever needs more than that is told apart."""
+    sampler = Sampler(50)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    plain = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=t) for t in (0.5, 1.0, 3.0))]
+    slots = np.array([sampler.add(p, seed=7 + i, prompt_token_ids=[1], end_token_ids=[2]) for i, p in enumerate(plain)])
+    for position in (1, 9, 400):
+        positions = np.full(4, position)
+        draws = sampler.plain_draws(slots, positions)
+        assert draws is not None
+        shown = draw_tokens(logits, torch.from_numpy(draws.temperature.copy()), torch.from_numpy(draws.keys.copy()))
+        assert shown.tolist() == sampler.draw(logits, slots, positions).wait().token_ids
+    for options in ({"top_p": 0.5}, {"logprobs": 0}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"top_k": 2}):
+        other = sampler.add(SamplingParams(**options), seed=1, prompt_token_ids=[1], end_token_ids=[2])
+        assert sampler.plain_draws(np.array([slots[0], other]), np.array([1, 1])) is None
