@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -48,6 +49,8 @@ _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
 _OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "fused_experts")
 """Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
+_EVERY_DRAW: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+"""Parameters whose draw takes all that a draw can take."""
 _TRIAL_BLOCKS = 16
 """Size of the cache that the largest step is measured with: no more than kernels want for their addresses."""
 
@@ -163,7 +166,7 @@ class ModelRunner:
 
     def _measure(self, memory: DeviceMemory) -> MemoryPlan:
         """What runs beside the cache needs, seen on a trial cache."""
-        self.run(self._idle_batch((1, 2)))  # compiles what is compiled, beside which nothing else should count
+        self._compile_kernels()  # so that nothing else counts beside what follows
         activations = memory.peak_of(self._largest_step)
         graphs = self._graph_bytes(memory)
         del self.kv
@@ -176,6 +179,35 @@ class ModelRunner:
             graphs=graphs,
             utilization=self._config.gpu_memory_utilization,
         )
+
+    def _compile_kernels(self) -> None:
+        """Run the kinds of steps and draws that are left, in threads: a kernel is compiled when it first runs, and
+        several can be at a time."""
+        device, dtype = self.resolved.device, self.resolved.dtype
+
+        def step(*lengths: int) -> None:
+            self.run(self._idle_batch(lengths))
+
+        def draw(options: dict[str, Any]) -> None:
+            self._draw_idly(torch.zeros(1, self.model.vocab_size, dtype=dtype, device=device), **options)
+
+        def on_device() -> None:  # which is the thread's own
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+
+        with ThreadPoolExecutor(initializer=on_device) as pool:
+            started = [pool.submit(step, *lengths) for lengths in ((1, 2), (1,) * 9, (17,))]
+            started += [pool.submit(draw, options) for options in ({}, {"logprobs": 1}, _EVERY_DRAW)]
+            for each in started:
+                each.result()
+
+    def _draw_idly(self, logits: torch.Tensor, **options: Any) -> None:
+        """Draw from logits as a sequence with these SamplingParams does at its first token."""
+        sampler = Sampler(self.model.vocab_size)
+        params = SamplingParams(max_tokens=1, **options)
+        count = len(logits)
+        slots = [sampler.add(params, seed=row, prompt_token_ids=[0], end_token_ids=[]) for row in range(count)]
+        sampler.draw(logits, np.array(slots), np.ones(count, np.int64)).wait()
 
     def _fill(self, memory: DeviceMemory, plan: MemoryPlan) -> MemoryPlan:
         """Take what was planned for: the cache, the graphs, and what the largest step needs; the plan with the graphs
@@ -195,12 +227,7 @@ class ModelRunner:
         each, more = divmod(resolved.max_num_batched_tokens, count)
         lengths = [each] * (count - more) + [each + 1] * more
         logits = self.run(self._idle_batch(tuple(min(length, resolved.max_model_len) for length in lengths)))
-        sampler = Sampler(self.model.vocab_size)
-        params = SamplingParams(
-            temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=self._config.max_logprobs, max_tokens=1
-        )
-        slots = [sampler.add(params, seed=row, prompt_token_ids=[0], end_token_ids=[]) for row in range(count)]
-        sampler.draw(logits, np.array(slots), np.ones(count, np.int64)).wait()
+        self._draw_idly(logits, logprobs=self._config.max_logprobs, **_EVERY_DRAW)
 
     def _graph_bytes(self, memory: DeviceMemory) -> int:
         """What the graphs will hold: the largest, whose memory they share, and for each other what a second adds."""
