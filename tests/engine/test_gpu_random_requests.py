@@ -23,7 +23,10 @@ from tests.engine.engines import byte_tokenizer, tiny_llm
 from tests.tiny import VOCAB
 
 MAX_LEN = 96
-SEATS, BLOCKS = 16, 56  # of 4 tokens: half of what the seats would like
+TIGHT = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "block_size": 2, "num_kv_blocks": 112}
+"""A third of the blocks that so many sequences would like, and small ones: about one request in seven is preempted."""
+WIDE = {"max_num_seqs": 80, "max_num_batched_tokens": 320, "block_size": 2, "num_kv_blocks": 1000}
+"""Batches of all sizes, and steps ahead of many sequences."""
 ABORTS = ("waiting", "in its prompt", "between steps", "in flight")
 """Where a request is when it is aborted; the last two are decoding."""
 NUM_ALONE = 60
@@ -51,7 +54,7 @@ def random_params(draw: random.Random, seed: int, *, bad_words: bool) -> Samplin
     def sometimes(chance: float = 0.1) -> bool:
         return draw.random() < chance
 
-    options: dict[str, Any] = {"max_tokens": min(1 + int(draw.expovariate(1 / 15)), 60), "ignore_eos": sometimes(0.6)}
+    options: dict[str, Any] = {"max_tokens": min(1 + int(draw.expovariate(1 / 15)), 70), "ignore_eos": sometimes(0.6)}
     options |= {"temperature": 0.0} if sometimes(0.35) else {"temperature": draw.uniform(0.3, 1.6), "seed": seed}
     if sometimes():
         options["top_k"] = draw.randint(1, 40)
@@ -101,7 +104,8 @@ def random_requests(seed: int, count: int) -> list[Asked]:
         prompt = shared + text(draw.choice((1, draw.randint(1, 6), draw.randint(1, 30))))
         # Steps are not started ahead while a bad word is looked for: those requests come in stretches of their own.
         params = random_params(draw, i, bad_words=i % 400 < 60)
-        abort = draw.choice(ABORTS) if draw.random() < 0.15 else None
+        # Few prompts are ever half done, and few steps of a full cache in flight.
+        abort = draw.choices(ABORTS, (2, 4, 2, 4))[0] if draw.random() < 0.25 else None
         salt = draw.choice(("", "", "", "a", "b"))
         asked.append(Asked(prompt, params, salt, draw.random() < 0.2, abort, draw.randint(1, 6)))
     return asked
@@ -120,7 +124,8 @@ def drive(llm: LLM, requests: Sequence[Asked], seed: int) -> Counter[str]:
     """Serve them, arriving in waves with lulls between; returns how often what happened."""
     engine, draw, seen = llm.engine, random.Random(seed), Counter[str]()
     coming, by_id, to_abort = list(requests)[::-1], dict[str, Asked](), dict[str, Asked]()
-    lull = False
+    seats = engine.resolved.max_num_seqs
+    lull, turn = False, seats  # requests come until so many live, then none until few are left
 
     def finish(output: RequestOutput) -> None:
         asked = by_id[output.request_id]
@@ -129,8 +134,10 @@ def drive(llm: LLM, requests: Sequence[Asked], seed: int) -> Counter[str]:
 
     while coming or engine.has_work:
         num_live = len(engine._answer_of)
-        lull = num_live > 2 if lull else num_live > SEATS * draw.uniform(1.0, 6.0)
-        for _ in range(0 if lull else min(len(coming), draw.choice((0, 1, 1, 2, 5)))):
+        if (num_live <= turn) if lull else (num_live > turn):
+            lull = not lull
+            turn = draw.choice((draw.randint(1, seats // 2), seats)) if lull else int(seats * draw.uniform(0.5, 4.0))
+        for _ in range(0 if lull else min(len(coming), draw.choice((0, 1, 1, 2, seats // 3)))):
             asked = coming.pop()
             request_id = engine.add_request(
                 asked.prompt, asked.params, cache_salt=asked.salt, streamed=asked.streamed, on_finish=finish
@@ -221,16 +228,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("device", "model", "count"),
+    ("device", "model", "count", "crowd"),
     [
-        ("cpu", "qwen3", 200),
-        ("cpu", "qwen2_windows", 100),
-        pytest.param("cuda", "qwen3", 10_000, marks=pytest.mark.gpu),
-        pytest.param("cuda", "qwen2_windows", 1500, marks=pytest.mark.gpu),
-        pytest.param("cuda", "qwen3_moe", 1500, marks=pytest.mark.gpu),
+        ("cpu", "qwen3", 200, TIGHT),
+        ("cpu", "qwen2_windows", 100, TIGHT),
+        pytest.param("cuda", "qwen3", 2500, TIGHT, marks=pytest.mark.gpu),
+        pytest.param("cuda", "qwen2_windows", 1250, TIGHT, marks=pytest.mark.gpu),
+        pytest.param("cuda", "qwen3_moe", 1250, TIGHT, marks=pytest.mark.gpu),
+        pytest.param("cuda", "llama", 5000, WIDE, marks=pytest.mark.gpu),
     ],
+    ids=lambda value: ("tight" if value is TIGHT else "wide") if isinstance(value, dict) else None,
 )
-def test_nothing_leaks_and_company_changes_no_answer(device: str, model: str, count: int, tokenizer: Path) -> None:
+def test_nothing_leaks_and_company_changes_no_answer(
+    device: str, model: str, count: int, crowd: dict[str, int], tokenizer: Path
+) -> None:
     on_gpu = device == "cuda"
     options = {
         "device": device,
@@ -240,7 +251,6 @@ def test_nothing_leaks_and_company_changes_no_answer(device: str, model: str, co
         "max_model_len": MAX_LEN,
     }
     requests = random_requests(11, count)
-    crowd = {"max_num_seqs": SEATS, "max_num_batched_tokens": 48, "num_kv_blocks": BLOCKS}
     with tiny_llm(model, **options, **crowd) as llm:
         engine = llm.engine
         assert engine._looks_ahead == on_gpu
@@ -266,8 +276,9 @@ def test_nothing_leaks_and_company_changes_no_answer(device: str, model: str, co
                 assert all(asked.output.prompt_logprobs[1:])
             for answer in asked.output.outputs:
                 check_answer(llm, asked, answer)
+    print(dict(seen))
     for what in ("flights", "preemptions", "cached tokens", *(f"aborted {when}" for when in ABORTS)):
-        assert seen[what] > 0, f"{what}: it did not happen in {dict(seen)}"
+        assert seen[what] > 0 or (what == "preemptions" and crowd is WIDE), f"{what}: it did not happen in {dict(seen)}"
     compare_with_alone(model, requests, options | {"enforce_eager": True, "async_scheduling": False})
 
 
