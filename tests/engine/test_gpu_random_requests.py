@@ -105,7 +105,7 @@ def random_requests(seed: int, count: int) -> list[Asked]:
         # Steps are not started ahead while a bad word is looked for: those requests come in stretches of their own.
         params = random_params(draw, i, bad_words=i % 400 < 60)
         # Few prompts are ever half done, and few steps of a full cache in flight.
-        abort = draw.choices(ABORTS, (2, 4, 2, 4))[0] if draw.random() < 0.25 else None
+        abort = draw.choices(ABORTS, (3, 4, 3, 4))[0] if draw.random() < 0.3 else None
         salt = draw.choice(("", "", "", "a", "b"))
         asked.append(Asked(prompt, params, salt, draw.random() < 0.2, abort, draw.randint(1, 6)))
     return asked
@@ -230,8 +230,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("device", "model", "count", "crowd"),
     [
-        ("cpu", "qwen3", 200, TIGHT),
-        ("cpu", "qwen2_windows", 100, TIGHT),
+        ("cpu", "qwen3", 150, TIGHT),
+        ("cpu", "qwen2_windows", 150, TIGHT),
         pytest.param("cuda", "qwen3", 2500, TIGHT, marks=pytest.mark.gpu),
         pytest.param("cuda", "qwen2_windows", 1250, TIGHT, marks=pytest.mark.gpu),
         pytest.param("cuda", "qwen3_moe", 1250, TIGHT, marks=pytest.mark.gpu),
