@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "sparse_moe_block": [*[c_void_p] * 5, c_int64, c_int],
     "route_softmax": [c_void_p, *[c_int64] * 4, c_int, *[c_void_p] * 2, c_int],
     "row_max": [c_void_p, *[c_int64] * 3, c_int, *[c_void_p] * 2, c_int],
+    "narrow": [c_void_p, *[c_int64] * 3, c_int, *[c_void_p] * 7, c_int],
     "attention": [c_void_p, c_int64, c_int64, *[c_void_p] * 5, *[c_int64] * 6, c_float, c_int64, c_void_p, c_int],
 }
 
@@ -100,6 +101,7 @@ class Kernels:
             self.sparse_moe_block,
             self.route_softmax,
             self.row_max,
+            self.narrow,
             self.attention,
         ) = (self._function(library, name, signature) for name, signature in _SIGNATURES.items())
 

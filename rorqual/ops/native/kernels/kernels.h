@@ -32,3 +32,4 @@ typedef struct {
 #include "decoder_blocks.h"
 #include "moe.h"
 #include "sample.h"
+#include "narrow.h"
