@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -166,7 +165,7 @@ class ModelRunner:
 
     def _measure(self, memory: DeviceMemory) -> MemoryPlan:
         """What runs beside the cache needs, seen on a trial cache."""
-        self._compile_kernels()  # so that nothing else counts beside what follows
+        self.run(self._idle_batch((1, 2)))  # compiles what is compiled, beside which nothing else should count
         activations = memory.peak_of(self._largest_step)
         graphs = self._graph_bytes(memory)
         del self.kv
@@ -179,27 +178,6 @@ class ModelRunner:
             graphs=graphs,
             utilization=self._config.gpu_memory_utilization,
         )
-
-    def _compile_kernels(self) -> None:
-        """Run the kinds of steps and draws that are left, in threads: a kernel is compiled when it first runs, and
-        several can be at a time."""
-        device, dtype = self.resolved.device, self.resolved.dtype
-
-        def step(*lengths: int) -> None:
-            self.run(self._idle_batch(lengths))
-
-        def draw(options: dict[str, Any]) -> None:
-            self._draw_idly(torch.zeros(1, self.model.vocab_size, dtype=dtype, device=device), **options)
-
-        def on_device() -> None:  # which is the thread's own
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-
-        with ThreadPoolExecutor(initializer=on_device) as pool:
-            started = [pool.submit(step, *lengths) for lengths in ((1, 2), (1,) * 9, (17,))]
-            started += [pool.submit(draw, options) for options in ({}, {"logprobs": 1}, _EVERY_DRAW)]
-            for each in started:
-                each.result()
 
     def _draw_idly(self, logits: torch.Tensor, **options: Any) -> None:
         """Draw from logits as a sequence with these SamplingParams does at its first token."""
@@ -230,20 +208,15 @@ class ModelRunner:
         self._draw_idly(logits, logprobs=self._config.max_logprobs, **_EVERY_DRAW)
 
     def _graph_bytes(self, memory: DeviceMemory) -> int:
-        """What the graphs will hold: the largest, whose memory they share, and for each other what a second adds."""
+        """What the graphs will hold: the largest, whose memory they share, and the others' logits, which stay."""
         if not self._uses_graphs:
             return 0
-        sizes = graph_sizes(self.resolved.max_num_seqs)
-
-        def held_by(count: int) -> int:
-            before = memory.read()
-            graphs = self._capture(sizes[-count:], progress=False)
-            held = before.free - memory.read().free
-            del graphs
-            return max(0, held)
-
-        first = held_by(1)
-        return first if len(sizes) == 1 else first + max(0, held_by(2) - first) * (len(sizes) - 1)
+        *others, largest = graph_sizes(self.resolved.max_num_seqs)
+        before = memory.read()
+        graphs = self._capture([largest], progress=False)
+        held = before.free - memory.read().free
+        del graphs
+        return max(0, held) + sum(others) * self.model.vocab_size * self.resolved.dtype.itemsize
 
     def _capture(self, sizes: Sequence[int], *, progress: bool) -> DecodeGraphs:
         return DecodeGraphs(
