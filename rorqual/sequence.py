@@ -30,8 +30,10 @@ class Sequence:
     """Somebody reads its tokens as they come, so that steps should take about equally long."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Guessed continuation, to be verified by the next step."""
+    num_unknown_tokens: int = 0
+    """Tokens behind token_ids that were drawn on the device and are not read yet: 0 or 1."""
     num_computed_tokens: int = 0
-    """Leading tokens whose KV is in the cache."""
+    """Leading tokens whose KV is in the cache, or will be before anything else reads the cache."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted; None before that."""
     num_preemptions: int = 0
@@ -47,9 +49,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and output, with the token that is not known yet."""
+        return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
     def num_pending_tokens(self) -> int:
-        """Tokens that are known but not computed: 1 while it decodes, more while it works through a prompt."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that are not computed: 1 while it decodes, more while it works through a prompt."""
+        return self.num_tokens - self.num_computed_tokens
 
 
 class Chunk(NamedTuple):
@@ -66,5 +73,5 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether it reaches the end of the known tokens, so that its logits yield new ones."""
-        return self.stop >= len(self.seq.token_ids)
+        """Whether it reaches the sequence's end, so that its logits yield new tokens; asked before they are counted."""
+        return self.stop >= self.seq.num_tokens

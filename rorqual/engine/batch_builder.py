@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -12,7 +13,22 @@ from numpy.typing import NDArray
 from rorqual.batch import Batch, CacheView
 from rorqual.engine.decode_rows import padded_block_tables
 from rorqual.engine.transfer import upload
-from rorqual.sequence import Chunk
+from rorqual.sequence import Chunk, Sequence
+
+
+class Unread(NamedTuple):
+    """Tokens that the step before has drawn and nobody has read."""
+
+    token_ids: torch.Tensor
+    """[num_rows] int64, on the device"""
+    row_of: Mapping[Sequence, int]
+    """Where the token of a sequence is."""
+
+    def put(self, input_ids: torch.Tensor, where: SequenceOf[torch.Tensor]) -> torch.Tensor:
+        """input_ids with the unread ones in their places; `where` is what `_input_ids` said of them, if anything."""
+        if where:
+            input_ids.index_copy_(0, where[0], self.token_ids[where[1]])
+        return input_ids
 
 
 class BuiltBatch(NamedTuple):
@@ -29,13 +45,15 @@ def build_batch(
     *,
     block_size: int,
     device: torch.device,
+    unread: Unread | None = None,
 ) -> BuiltBatch:
-    """Lay chunks end to end.
+    """Lay chunks end to end. Waits for nothing on the device.
 
     Args:
         chunks: single-token ones first, as the scheduler returns them; their sequences hold blocks for them.
         wants_all_logits: per chunk, whether every token's logits are wanted (prompt_logprobs) or only those from the
-            last known token on, which yield new ones.
+            sequence's last known token on, which yield new ones.
+        unread: where the tokens are that are not known yet, if there are any.
     """
     stops = np.fromiter((stop for _, _, stop in chunks), np.int64, len(chunks))
     lengths = stops - np.fromiter((start for _, start, _ in chunks), np.int64, len(chunks))
@@ -45,7 +63,7 @@ def build_batch(
     positions = np.arange(cu_seqlens[-1]) + (stops - cu_seqlens[1:])[owner]
 
     rows = [
-        range(start if all_rows else max(start, len(seq.token_ids) - 1), stop)
+        range(start if all_rows else max(start, seq.num_tokens - 1), stop)
         for (seq, start, stop), all_rows in zip(chunks, wants_all_logits, strict=True)
     ]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
@@ -53,8 +71,10 @@ def build_batch(
     row_ends = np.cumsum(counts)
     wanted = np.arange(row_ends[-1]) + np.repeat(cu_seqlens[1:] - row_ends, counts)
 
+    known_ids, *unread_at = _input_ids(chunks, unread)
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
-        np.array(_known_ids(chunks), np.int64),
+        *unread_at,
+        known_ids,
         positions,
         wanted,
         cu_seqlens.astype(np.int32),
@@ -64,9 +84,10 @@ def build_batch(
     for group in range(len(seqs[0].block_tables)):
         tables = padded_block_tables(seqs, group)
         host += [tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size, tables]
-    ids, at, logits_indices, offsets, context_lens, *caches = upload(host, device)
+    there = upload(host, device)
+    ids, at, logits_indices, offsets, context_lens, *caches = there[len(unread_at) :]
     batch = Batch(
-        input_ids=ids,
+        input_ids=unread.put(ids, there[: len(unread_at)]) if unread is not None else ids,
         positions=at,
         cu_seqlens_q=offsets,
         context_lens=context_lens,
@@ -78,10 +99,25 @@ def build_batch(
     return BuiltBatch(batch, rows)
 
 
-def _known_ids(chunks: SequenceOf[Chunk]) -> list[int]:
+def input_ids_of(chunks: SequenceOf[Chunk], unread: Unread, device: torch.device) -> torch.Tensor:
+    """The chunks' tokens end to end, int64, where some of them are known only there."""
+    known_ids, *where = upload(_input_ids(chunks, unread), device)
+    return unread.put(known_ids, where)
+
+
+def _input_ids(chunks: SequenceOf[Chunk], unread: Unread | None) -> list[NDArray[np.int64]]:
+    """The chunks' tokens end to end, with 0 where one is unread; then, if any is, the places and their unread rows."""
     found: list[int] = []
+    places: list[int] = []
+    rows: list[int] = []
     for seq, start, stop in chunks:
         found += seq.token_ids[start:stop]
         if stop > len(seq.token_ids):
-            found += seq.draft_token_ids[: stop - len(seq.token_ids)]
-    return found
+            if seq.num_unknown_tokens:
+                assert unread is not None
+                places.append(len(found))
+                rows.append(unread.row_of[seq])
+                found.append(0)
+            else:
+                found += seq.draft_token_ids[: stop - len(seq.token_ids)]
+    return [np.array(part, np.int64) for part in ((found, places, rows) if places else (found,))]

@@ -31,7 +31,7 @@ class DecodeRows:
 
     @classmethod
     def of(cls, chunks: SequenceOf[Chunk]) -> DecodeRows | None:
-        """The rows of these chunks, in their order; None unless each is the last known token of a begun answer."""
+        """The rows of these chunks, in their order; None unless each is the last token of a begun answer."""
         if not chunks or num_leading_rows(chunks) < len(chunks):
             return None
         seqs = [seq for seq, _, _ in chunks]
@@ -67,9 +67,9 @@ class DecodeRows:
 
 
 def num_leading_rows(chunks: SequenceOf[Chunk]) -> int:
-    """How many chunks, from the front, are the last known token of a begun answer each."""
+    """How many chunks, from the front, are the last token of a begun answer each."""
     for i, (seq, start, stop) in enumerate(chunks):
-        if stop != start + 1 or stop != len(seq.token_ids) or stop <= seq.num_prompt_tokens:
+        if stop != start + 1 or stop != seq.num_tokens or stop <= seq.num_prompt_tokens:
             return i
     return len(chunks)
 

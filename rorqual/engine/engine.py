@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.config import EngineConfig
 from rorqual.engine.answer import Answer, AnswerRows
-from rorqual.engine.batch_builder import build_batch
+from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
 from rorqual.engine.decode_rows import DecodeRows, num_leading_rows
+from rorqual.engine.flight import Flight
 from rorqual.engine.model_files import ModelFiles, open_model, timed
 from rorqual.engine.model_runner import ModelRunner
 from rorqual.engine.pacing import Pacing
@@ -41,14 +41,6 @@ class _Request:
     answers: list[Answer]
     params: SamplingParams
     on_finish: Callable[[RequestOutput], None]
-
-
-class _Flight(NamedTuple):
-    """A decode step that the device has been told of and whose tokens nobody has looked at yet."""
-
-    rows: DecodeRows
-    answers: AnswerRows
-    drawn: Drawn
 
 
 class Engine:
@@ -93,7 +85,7 @@ class Engine:
         self._decode_buffer = self._runner.decode_buffer
         self._sampler = Sampler(self.vocab_size)
         self._looks_ahead = self.resolved.async_scheduling
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._pacing = Pacing()
         self._requests: dict[str, _Request] = {}
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
@@ -223,44 +215,91 @@ class Engine:
         """
         start = time.perf_counter()
         flight, self._flight = self._flight, None
+        waiting_for = "wait"
         if flight is not None:
-            gone = [row for row, seq in enumerate(flight.rows.seqs) if seq not in self._answer_of]
-            self._flight = self._fly_ahead(flight, gone)
-            with self.stats.stage("wait"):
-                drawn = flight.drawn.wait()
-            deltas = self._keep(flight.rows, flight.answers, drawn, gone)
-            self._count_step(start, num_decodes=len(flight.rows.seqs))
-            return deltas
+            self._flight = self._fly_ahead(flight)
+        else:
+            with self.stats.stage("schedule"):
+                chunks = self.scheduler.schedule(self._pacing.prompt_limit)
+            if not chunks:
+                return []
+            flight, waiting_for = self._take_off(chunks), "sample"
+            if self._can_fly_ahead(flight):
+                self._flight = flight
+                return []
+        with self.stats.stage(waiting_for):
+            drawn = flight.drawn.wait()
+        deltas = self._land(flight, drawn)
+        self.stats.num_steps += 1
+        self._pacing.record(
+            num_decodes=flight.num_decodes,
+            num_prompt_tokens=flight.num_prompt_tokens,
+            seconds=time.perf_counter() - start,
+        )
+        return deltas
+
+    # ---- starting a step; with `async_scheduling` before the one before is read
+
+    def _can_fly_ahead(self, flight: Flight) -> bool:
+        """Whether another step may start before this one's tokens are read."""
+        if not self._looks_ahead:
+            return False
+        rows = flight.decodes
+        if rows is not None and not flight.prompts:
+            return self._sampler.can_draw_later(rows.sampler_slots)
+        return self._sampler.can_draw_later(np.array([seq.sampler_slot for seq in flight.drawing], np.int64))
+
+    def _fly_ahead(self, flight: Flight) -> Flight | None:
+        """Start the step after one whose tokens are still on the device, if there is one."""
+        if not self._can_fly_ahead(flight):
+            return None
+        rows, answers, token_ids = flight.decodes, flight.answers, flight.drawn.token_ids
+        if rows is not None and answers is not None and not flight.prompts:
+            with self.stats.stage("schedule"):
+                gone = [row for row, seq in enumerate(rows.seqs) if seq not in self._answer_of]
+                ahead = self.scheduler.look_ahead(rows, gone)
+                if ahead is not None and len(ahead.seqs) != len(rows.seqs):
+                    row_of = {seq: row for row, seq in enumerate(rows.seqs)}
+                    left = np.array([row_of[seq] for seq in ahead.seqs])
+                    answers = answers.take(left.tolist())
+                    token_ids = token_ids[upload([left], token_ids.device)[0]]
+            if ahead is not None:
+                return self._decode(ahead, answers, token_ids)
         with self.stats.stage("schedule"):
+            self.scheduler.depart(chunk for chunk in flight.chunks if chunk.seq in self._answer_of)
+            flight.has_departed = True
             chunks = self.scheduler.schedule(self._pacing.prompt_limit)
-        if not chunks:
-            return []
+        return self._take_off(chunks, flight.unread) if chunks else None
+
+    def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight:
+        """Tell the device of a step. unread: tokens of the step before, which may be among these."""
         # The longest contexts go first: a device that starts with them does not end up with them alone.
         num_decodes = num_leading_rows(chunks)
         chunks[:num_decodes] = sorted(chunks[:num_decodes], key=lambda chunk: -chunk.stop)
         rows = DecodeRows.of(chunks[:num_decodes])
-        if rows is None or num_decodes < len(chunks):
-            return self._step_with_prompts(chunks, rows, start)
-        flight = self._take_off(rows, self._answers(rows))
-        if self._looks_ahead and self._sampler.can_draw_later(rows.sampler_slots):
-            self._flight = flight
-            return []
+        answers = AnswerRows([self._answer_of[seq][1] for seq in rows.seqs]) if rows is not None else None
+        if rows is not None and answers is not None and num_decodes == len(chunks):
+            ids = input_ids_of(chunks, unread, self.resolved.device) if unread is not None else None
+            return self._decode(rows, answers, ids)
+        for chunk in chunks[num_decodes:]:
+            self._count_prompt(chunk)
+        wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
+        with self.stats.stage("build"):
+            batch, wanted = build_batch(
+                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device, unread=unread
+            )
+        num_prompt_tokens = sum(length for length in batch.query_lens if length > 1)
+        self._pacing.start(num_prompt_tokens)
+        with self.stats.stage("forward"):
+            hidden = self._runner.hidden_states(batch)
         with self.stats.stage("sample"):
-            drawn = flight.drawn.wait()
-        deltas = self._keep(rows, flight.answers, drawn)
-        self._count_step(start, num_decodes=len(rows.seqs))
-        return deltas
+            drawn, row_of = self._draw(chunks, wanted, hidden)
+        prompts = [(chunk, row_of.get(i)) for i, chunk in enumerate(chunks[num_decodes:], num_decodes)]
+        return Flight(rows, answers, drawn, prompts, batch.num_single_token_seqs, num_prompt_tokens)
 
-    def _count_step(self, start: float, *, num_decodes: int, num_prompt_tokens: int = 0) -> None:
-        self.stats.num_steps += 1
-        self._pacing.record(
-            num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens, seconds=time.perf_counter() - start
-        )
-
-    # ---- steps that only decode; on a GPU each is started before the one before is read
-
-    def _take_off(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> _Flight:
-        """Tell the device of a step. input_ids: where the host does not know them yet."""
+    def _decode(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> Flight:
+        """Tell the device of a step that only decodes. input_ids: where the host does not know them yet."""
+        self._pacing.start(0)
         with self.stats.stage("build"):
             draws = self._sampler.plain_draws(rows.sampler_slots, rows.stops) if self._runner.draws else None
             batch = self._decode_buffer.fill(rows, input_ids, draws)
@@ -268,85 +307,29 @@ class Engine:
             logits, token_ids = self._runner.decode(batch)
         with self.stats.stage("sample"):
             if draws is not None and token_ids is not None:
-                return _Flight(rows, answers, Drawn.of(token_ids))
-            return _Flight(rows, answers, self._sampler.draw(logits, rows.sampler_slots, rows.stops))
+                return Flight.of_decodes(rows, answers, Drawn.of(token_ids))
+            return Flight.of_decodes(rows, answers, self._sampler.draw(logits, rows.sampler_slots, rows.stops))
 
-    def _fly_ahead(self, flight: _Flight, gone: SequenceOf[int]) -> _Flight | None:
-        """Start the step after one whose tokens are still on the device, if it can be said what it holds."""
-        rows, answers, token_ids = flight.rows, flight.answers, flight.drawn.token_ids
-        with self.stats.stage("schedule"):
-            ahead = self.scheduler.look_ahead(rows, gone)
-            if ahead is None:
-                return None
-            if len(ahead.seqs) != len(rows.seqs):
-                row_of = {seq: row for row, seq in enumerate(rows.seqs)}
-                left = np.array([row_of[seq] for seq in ahead.seqs])
-                answers = answers.take(left.tolist())
-                token_ids = token_ids[upload([left], token_ids.device)[0]]
-        return self._take_off(ahead, answers, token_ids)
-
-    def _answers(self, rows: DecodeRows) -> AnswerRows:
-        return AnswerRows([self._answer_of[seq][1] for seq in rows.seqs])
-
-    def _keep(
-        self, rows: DecodeRows, answers: AnswerRows, drawn: SamplerOutput, gone: SequenceOf[int] = ()
-    ) -> list[StreamDelta]:
-        """Give the tokens of a step's first rows to their answers, but for those in `gone`, which ended meanwhile."""
-        with self.stats.stage("update"):
-            token_ids = np.array(drawn.token_ids[: len(rows.seqs)])
-            pushed = answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
-            pushed[list(gone)] = True
-            collected = np.flatnonzero(~pushed)
-            new = token_ids[collected].tolist()
-            answers.collect(collected.tolist(), new)
-            for row in np.flatnonzero(answers.counts & ~pushed).tolist():
-                self._sampler.accept(rows.seqs[row].sampler_slot, int(token_ids[row]))
-            seqs = [rows.seqs[row] for row in collected.tolist()]
-            self.scheduler.advance_decodes(seqs, rows.stops[collected], new)
-            self.stats.num_output_tokens += len(new)
-            deltas = []
-            for row in np.flatnonzero(pushed).tolist():
-                if rows.seqs[row] in self._answer_of:
-                    chunk = Chunk(rows.seqs[row], int(rows.stops[row]) - 1, int(rows.stops[row]))
-                    deltas.append(self._update(chunk, self._result(drawn, row)))
-            return [delta for delta in deltas if delta is not None]
-
-    # ---- steps with prompts
-
-    def _step_with_prompts(self, chunks: list[Chunk], decodes: DecodeRows | None, start: float) -> list[StreamDelta]:
-        """A step of chunks of any length; those of `decodes` come first."""
-        wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
-        with self.stats.stage("build"):
-            batch, rows = build_batch(
-                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device
-            )
-        with self.stats.stage("forward"):
-            hidden = self._runner.hidden_states(batch)
-        with self.stats.stage("sample"):
-            drawn, row_of = self._sample(chunks, rows, hidden)
-        num_decodes, deltas = 0, []
-        if decodes is not None:
-            num_decodes, deltas = len(decodes.seqs), self._keep(decodes, self._answers(decodes), drawn)
-        with self.stats.stage("update"):
-            for i, chunk in enumerate(chunks[num_decodes:], num_decodes):
-                delta = self._update(chunk, self._result(drawn, row_of[i]) if i in row_of else None)
-                if delta is not None:
-                    deltas.append(delta)
-        self._count_step(
-            start,
-            num_decodes=batch.num_single_token_seqs,
-            num_prompt_tokens=sum(length for length in batch.query_lens if length > 1),
-        )
-        return deltas
+    def _count_prompt(self, chunk: Chunk) -> None:
+        """Note what the start of a chunk says about its request, and about all."""
+        seq = chunk.seq
+        request, answer = self._answer_of[seq]
+        if request.output.times.first_scheduled_s is None:
+            request.output.times.first_scheduled_s = time.perf_counter()
+        if answer.output.index == 0 and not answer.output.token_ids:
+            request.output.num_cached_tokens = seq.num_cached_tokens or 0
+        if seq.num_output_tokens == 0 and chunk.start == (seq.num_cached_tokens or 0) and not seq.num_preemptions:
+            self.stats.num_cached_tokens += seq.num_cached_tokens or 0
+            self.stats.num_queried_tokens += seq.num_prompt_tokens if seq.reads_prefix_cache else 0
+        if not (chunk.samples and seq.num_output_tokens):
+            self.stats.num_prompt_tokens += chunk.num_tokens
 
     def _wants_prompt_logprobs(self, seq: Sequence) -> bool:
         request, answer = self._answer_of[seq]
         return request.output.prompt_logprobs is not None and answer.output.index == 0 and not answer.output.token_ids
 
-    def _sample(
-        self, chunks: list[Chunk], rows: list[range], hidden: torch.Tensor
-    ) -> tuple[SamplerOutput, dict[int, int]]:
-        """What was drawn, and its row for each index of a chunk that reaches the end of the known tokens."""
+    def _draw(self, chunks: list[Chunk], rows: list[range], hidden: torch.Tensor) -> tuple[Drawn, dict[int, int]]:
+        """What is drawn, and its row for each index of a chunk that reaches its sequence's end."""
         first_rows = [0]
         for wanted in rows:
             first_rows.append(first_rows[-1] + len(wanted))
@@ -355,22 +338,14 @@ class Engine:
                 self._record_prompt_logprobs(chunk.seq, wanted, hidden[first : first + len(wanted)])
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
         if not sampling:
-            return SamplerOutput([], [], []), {}
+            return Drawn.of(torch.empty(0, dtype=torch.int64, device=hidden.device)), {}
         if len(sampling) != hidden.shape[0]:
             last_rows = np.array([first_rows[i + 1] - 1 for i in sampling])
             hidden = hidden[upload([last_rows], hidden.device)[0]]
         logits = self._runner.compute_logits(hidden)
-        sequences = [chunks[i].seq for i in sampling]
-        slots = np.array([seq.sampler_slot for seq in sequences], np.int64)
-        drawn = self._sampler.draw(logits, slots, np.array([len(seq.token_ids) for seq in sequences], np.int64)).wait()
-        return drawn, {i: row for row, i in enumerate(sampling)}
-
-    def _result(self, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
-        """A row's token and its logprobs, or what went wrong."""
-        if drawn.failed[row]:
-            return _NO_USABLE_LOGITS
-        logprobs = drawn.logprobs[row]
-        return drawn.token_ids[row], self._named(logprobs) if logprobs is not None else None
+        slots = np.array([chunks[i].seq.sampler_slot for i in sampling], np.int64)
+        positions = np.array([chunks[i].stop for i in sampling], np.int64)
+        return self._sampler.draw(logits, slots, positions), {i: row for row, i in enumerate(sampling)}
 
     def _record_prompt_logprobs(self, seq: Sequence, positions: range, hidden: torch.Tensor) -> None:
         """What follows from position p is about the prompt token at p + 1. No more logits are there at once than draws
@@ -387,37 +362,72 @@ class Engine:
             found = prompt_logprobs(logits, seq.token_ids[into], num_top)
             entries[into] = [self._named(entry) for entry in found]
 
+    # ---- reading a step
+
+    def _land(self, flight: Flight, drawn: SamplerOutput) -> list[StreamDelta]:
+        """Give a step's tokens to the answers that still go on."""
+        with self.stats.stage("update"):
+            deltas = self._keep(flight, drawn)
+            for chunk, row in flight.prompts:
+                if chunk.seq not in self._answer_of:
+                    continue
+                if row is not None:
+                    deltas.append(self._update(chunk, self._result(drawn, row)))
+                elif not flight.has_departed:
+                    self.scheduler.advance(chunk, ())
+        return [delta for delta in deltas if delta is not None]
+
+    def _keep(self, flight: Flight, drawn: SamplerOutput) -> list[StreamDelta | None]:
+        """Give the first tokens to the answers that were begun before."""
+        rows, answers = flight.decodes, flight.answers
+        if rows is None or answers is None:
+            return []
+        token_ids = np.array(drawn.token_ids[: len(rows.seqs)])
+        pushed = answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
+        pushed[[row for row, seq in enumerate(rows.seqs) if seq not in self._answer_of]] = True
+        collected = np.flatnonzero(~pushed)
+        new = token_ids[collected].tolist()
+        answers.collect(collected.tolist(), new)
+        for row in np.flatnonzero(answers.counts & ~pushed).tolist():
+            self._sampler.accept(rows.seqs[row].sampler_slot, int(token_ids[row]))
+        seqs = [rows.seqs[row] for row in collected.tolist()]
+        if flight.has_departed:
+            self.scheduler.learn(seqs, new)
+        else:
+            self.scheduler.advance_decodes(seqs, rows.stops[collected], new)
+        self.stats.num_output_tokens += len(new)
+        deltas = []
+        for row in np.flatnonzero(pushed).tolist():
+            if rows.seqs[row] in self._answer_of:
+                chunk = Chunk(rows.seqs[row], int(rows.stops[row]) - 1, int(rows.stops[row]))
+                deltas.append(self._update(chunk, self._result(drawn, row)))
+        return deltas
+
+    def _result(self, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
+        """A row's token and its logprobs, or what went wrong."""
+        if drawn.failed[row]:
+            return _NO_USABLE_LOGITS
+        logprobs = drawn.logprobs[row]
+        return drawn.token_ids[row], self._named(logprobs) if logprobs is not None else None
+
     def _named(self, found: TokenLogprobs) -> dict[int, Logprob]:
         return {
             token: Logprob(logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else "")
             for token, logprob, rank in zip(found.token_ids, found.logprobs, found.ranks, strict=True)
         }
 
-    def _update(self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str | None) -> StreamDelta | None:
-        """Record a computed chunk; returns what its answer gained, or None if nobody reads along."""
+    def _update(self, chunk: Chunk, sampled: tuple[int, dict[int, Logprob] | None] | str) -> StreamDelta | None:
+        """Record what a chunk's end brought; returns what its answer gained, or None if nobody reads along."""
         seq = chunk.seq
         request, answer = self._answer_of[seq]
         times, output = request.output.times, answer.output
-        now = time.perf_counter()
-        if times.first_scheduled_s is None:
-            times.first_scheduled_s = now
-        if answer.output.index == 0 and not output.token_ids:
-            request.output.num_cached_tokens = seq.num_cached_tokens or 0
-        if seq.num_output_tokens == 0 and chunk.start == (seq.num_cached_tokens or 0) and not seq.num_preemptions:
-            self.stats.num_cached_tokens += seq.num_cached_tokens or 0
-            self.stats.num_queried_tokens += seq.num_prompt_tokens if seq.reads_prefix_cache else 0
-        if not (chunk.samples and seq.num_output_tokens):
-            self.stats.num_prompt_tokens += chunk.num_tokens
-        if sampled is None:
-            self.scheduler.advance(chunk, ())
-            return None
         if isinstance(sampled, str):
             text = answer.end("error", error=sampled)
             new_ids, logprobs = [], None
         else:
             token, logprobs = sampled
             if times.first_token_s is None:
-                times.first_token_s = now
+                times.first_token_s = time.perf_counter()
             text = answer.push(token, logprobs)
             new_ids = [token]
             self._sampler.accept(seq.sampler_slot, token)

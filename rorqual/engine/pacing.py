@@ -23,9 +23,12 @@ class Pacing:
         self._steps_alone = 0
         """Steps since the last one that carried prompt tokens."""
 
+    def start(self, num_prompt_tokens: int) -> None:
+        """Tell of a step that is started, with so many tokens of prompts; more may start before it is recorded."""
+        self._steps_alone = 0 if num_prompt_tokens else self._steps_alone + 1
+
     def record(self, *, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """Tell of a step: sequences that got one token, tokens of prompts, and how long it took."""
-        self._steps_alone = 0 if num_prompt_tokens else self._steps_alone + 1
         if num_decodes and not num_prompt_tokens:
             self._alone.append(seconds)
         elif num_prompt_tokens >= FEWEST_TOKENS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -65,6 +66,9 @@ class Scheduler:
     def schedule(self, prompt_limit: int | None = None) -> list[Chunk]:
         """Choose this step's chunks and hold the blocks they will write. Single-token chunks come first.
 
+        The step before may still be in flight: `depart` has counted it then, and a chunk may end with the token that it
+        draws.
+
         prompt_limit: the most tokens that prompts get in a step that also moves a stream on; None sets no limit.
         """
         chunks: dict[Sequence, Chunk] = {}
@@ -86,9 +90,33 @@ class Scheduler:
         self._share_among_prompts(budget, chunks)
         return sorted(chunks.values(), key=lambda chunk: chunk.num_tokens > 1)
 
+    def depart(self, chunks: Iterable[Chunk]) -> None:
+        """Count chunks of a step that was started as computed, and what it draws as tokens that are not known yet.
+
+        So the next step can be scheduled before this one is read: whatever uses the same blocks is computed after it.
+        A sequence that its unknown token fills has nothing left to compute, and leaves.
+        """
+        for chunk in chunks:
+            seq = chunk.seq
+            assert chunk.stop <= len(seq.token_ids), "how many drafts are accepted cannot be said before"
+            seq.num_unknown_tokens = int(chunk.samples)
+            seq.num_computed_tokens = chunk.stop
+            self.cache.publish(seq)
+            if seq.num_tokens == seq.max_len:
+                self.finish(seq)
+
+    def learn(self, seqs: SequenceOf[Sequence], new_token_ids: SequenceOf[int]) -> None:
+        """Record the tokens that were unknown. Where a sequence stands, and whether it still does, is as it was."""
+        for seq, token_id in zip(seqs, new_token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            seq.num_unknown_tokens = 0
+
     def advance(self, chunk: Chunk, new_token_ids: SequenceOf[int]) -> None:
         """Record that a chunk was computed and which tokens were accepted after it: drafts, then one fresh token."""
         seq = chunk.seq
+        if seq.num_unknown_tokens:  # `depart` has counted the chunk
+            self.learn([seq], new_token_ids)
+            return
         if chunk.samples:  # asked before the tokens grow
             seq.draft_token_ids = []
         seq.num_computed_tokens = min(chunk.stop, len(seq.token_ids))
@@ -114,15 +142,17 @@ class Scheduler:
     def look_ahead(self, rows: DecodeRows, gone: SequenceOf[int] = ()) -> DecodeRows | None:
         """The step after one that decodes these rows, before its tokens are known; None where that cannot be said.
 
-        It can while nothing but these sequences could be scheduled, and blocks are free for them. Left out are rows in
+        A short cut past `depart` and `schedule`, while nothing but these sequences could be scheduled and blocks are
+        free for them. Left out are rows in
         `gone`, whose sequences were finished meanwhile, and those that the unknown token fills. Other ends show later:
         what was computed for them then is dropped.
         """
-        num_left = len(rows.seqs) - len(gone)
-        if num_left != len(self.running) or (self.waiting and num_left < self.max_num_seqs):
+        if len(rows.seqs) - len(gone) != len(self.running):
             return None
         goes_on = rows.stops + 1 < rows.max_lens
         goes_on[list(gone)] = False
+        if self.waiting and np.count_nonzero(goes_on) < self.max_num_seqs:
+            return None
         if not goes_on.all():
             rows = rows.take(np.flatnonzero(goes_on))
             if not rows.seqs:
@@ -138,11 +168,11 @@ class Scheduler:
         return rows.next()
 
     def finish(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it is, and give its blocks back."""
+        """Take a sequence out, wherever it is, and give its blocks back. One that left with its last token is gone."""
         if seq in self.running:
             self.running.remove(seq)
             self.cache.release(seq)
-        else:
+        elif seq in self.waiting:
             self.waiting.remove(seq)
 
     def check(self) -> None:
@@ -150,6 +180,7 @@ class Scheduler:
         self.cache.check(self.running)
         assert not set(self.running) & set(self.waiting), "a sequence is in two queues"
         assert len(self.running) <= self.max_num_seqs
+        assert not any(seq.num_unknown_tokens for seq in (*self.running, *self.waiting)), "a step was never read"
         for seq in self.running:
             assert seq.num_computed_tokens < len(seq.token_ids) <= seq.max_len
             for table in seq.block_tables:

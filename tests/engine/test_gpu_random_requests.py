@@ -117,7 +117,7 @@ def place(engine: Engine, seq: EngineSequence) -> str | None:
         return "waiting" if not seq.num_output_tokens else None
     if seq.num_output_tokens == 0:
         return "in its prompt" if seq.num_computed_tokens > 0 else None
-    return "between steps" if engine._flight is None else "in flight" if seq in engine._flight.rows.seqs else None
+    return "between steps" if engine._flight is None else "in flight" if seq in engine._flight.drawing else None
 
 
 def drive(llm: LLM, requests: Sequence[Asked], seed: int) -> Counter[str]:

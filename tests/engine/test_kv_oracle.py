@@ -3,14 +3,17 @@
 Each slot stores the exact token prefix it was computed from. The model re-reads every slot that its query may see
 through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. So
 equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection at once;
-and steps ahead, which run before the tokens of the step before are recorded, through the block tables of their rows.
+and steps ahead, which run before the tokens of the step before are recorded: those with prompts, and those that only
+decode, which go through the block tables of their rows.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,29 +45,30 @@ class PagedModel:
         self.cache = cache
         self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [{} for _ in cache.groups]
 
-    def run(self, chunk: Chunk) -> list[int]:
+    def run(self, chunk: Chunk, unread: Mapping[Sequence, int] = MappingProxyType({})) -> list[int]:
+        """What a chunk yields; tokens of the step before, in `unread`, are not in token_ids yet."""
         seq = chunk.seq
-        text = seq.token_ids + seq.draft_token_ids
+        text = [*seq.token_ids, *([unread[seq]] if seq.num_unknown_tokens else []), *seq.draft_token_ids]
         self._write_and_read(chunk, text, seq.block_tables)
         accepted: list[int] = []
         if chunk.samples:
-            for i in range(len(seq.token_ids), chunk.stop + 1):
+            for i in range(seq.num_tokens, chunk.stop + 1):
                 accepted.append(next_token(tuple(text[:i]), seq.cache_salt))
                 if i == chunk.stop or accepted[-1] != text[i]:
                     break
-        return accepted[: seq.max_len - len(seq.token_ids)]
+        return accepted[: seq.max_len - seq.num_tokens]
 
-    def run_rows(self, rows: DecodeRows, pending: dict[Sequence, int]) -> list[int]:
-        """A token per row; those of the step before, in `pending`, are not in token_ids yet."""
+    def run_rows(self, rows: DecodeRows, unread: Mapping[Sequence, int] = MappingProxyType({})) -> list[list[int]]:
+        """As `run` for rows, through their block tables."""
         tokens = []
         for row, seq in enumerate(rows.seqs):
-            text = [*seq.token_ids, *([pending[seq]] if seq in pending else [])]
+            text = [*seq.token_ids, *([unread[seq]] if seq in unread else [])]
             stop = int(rows.stops[row])
             assert stop == len(text) < rows.max_lens[row]
-            assert seq.num_computed_tokens == len(seq.token_ids) - 1
+            assert seq.num_pending_tokens == 1
             tables = [table[row].tolist() for table in rows.block_tables]
             self._write_and_read(Chunk(seq, stop - 1, stop), text, tables)
-            tokens.append(next_token(tuple(text), seq.cache_salt))
+            tokens.append([next_token(tuple(text), seq.cache_salt)])
         return tokens
 
     def _write_and_read(self, chunk: Chunk, text: list[int], tables: SequenceOf[SequenceOf[int]]) -> None:
@@ -111,34 +115,82 @@ workloads = {
 }
 
 
-def fly(
-    scheduler: Scheduler, model: PagedModel, rows: DecodeRows, late: list[Sequence], rng: random.Random
-) -> set[int]:
-    """Decode, each step started before the tokens of the last are recorded, until that cannot go on.
+def schedule(scheduler: Scheduler) -> list[Chunk]:
+    """A step's chunks, which keep the scheduler's promises."""
+    decoding = {s for s in scheduler.running if s.num_pending_tokens == 1}
+    oldest = scheduler.running[:1]
+    chunks = scheduler.schedule()
+    assert oldest == scheduler.running[: len(oldest)], "the oldest was preempted: nothing would be sure to finish"
+    assert bool(chunks) == scheduler.has_work, "a step without progress would spin"
+    assert all(c.stop > c.start == c.seq.num_computed_tokens for c in chunks)
+    assert all(c.stop < c.seq.max_len for c in chunks), "the last token needs no KV"
+    assert sum(c.num_tokens for c in chunks) <= scheduler.max_num_batched_tokens
+    assert decoding & set(scheduler.running) <= {c.seq for c in chunks}, "a decoding sequence got no token"
+    for chunk in chunks:
+        if scheduler.long_prefill_token_threshold is not None and chunk.start + 1 < chunk.seq.num_tokens:
+            assert chunk.num_tokens <= scheduler.long_prefill_token_threshold
+    return chunks
 
-    Sequences of `late` arrive meanwhile. Returns the ids of those that were aborted.
+
+def fly(
+    scheduler: Scheduler, model: PagedModel, chunks: list[Chunk], late: list[Sequence], rng: random.Random
+) -> set[int]:
+    """Compute steps, each started before the tokens of the last are recorded, until that cannot go on.
+
+    Sequences of `late` arrive meanwhile, and some are aborted with a step in flight. Returns the ids of the aborted.
     """
-    tokens, aborted = model.run_rows(rows, {}), set()
+    aborted: set[int] = set()
+    rows = DecodeRows.of(chunks)
+    results = model.run_rows(rows) if rows is not None else [model.run(chunk) for chunk in chunks]
     while True:
-        if late and rng.random() < 0.1:
+        if late and rng.random() < 0.2:
             scheduler.add(late.pop(0))
-        gone = [row for row, seq in enumerate(rows.seqs) if seq not in scheduler.running]
-        pending = {seq: token for seq, token in zip(rows.seqs, tokens, strict=True) if seq in scheduler.running}
-        ahead = scheduler.look_ahead(rows, gone) if rng.random() < 0.95 else None
-        tokens_ahead = model.run_rows(ahead, pending) if ahead is not None else []
-        left = [row for row in range(len(rows.seqs)) if row not in gone]
-        seqs = [rows.seqs[row] for row in left]
-        scheduler.advance_decodes(seqs, rows.stops[left], [tokens[row] for row in left])
-        for seq in seqs:
+        if scheduler.has_work and rng.random() < 0.05:
+            seq = rng.choice([*scheduler.running, *scheduler.waiting])
+            scheduler.finish(seq)
+            aborted.add(seq.seq_id)
+        gone = [i for i, chunk in enumerate(chunks) if chunk.seq.seq_id in aborted or ended(chunk.seq)]
+        live = [i for i in range(len(chunks)) if i not in gone]
+        unread = {chunks[i].seq: results[i][0] for i in live if results[i]}
+        rows_ahead, chunks_ahead, results_ahead, departed = None, [], [], False
+        if rng.random() < 0.95:
+            if rows is not None and rng.random() < 0.9:
+                rows_ahead = scheduler.look_ahead(rows, gone)
+            if rows_ahead is not None:
+                results_ahead = model.run_rows(rows_ahead, unread)
+                chunks_ahead = [
+                    Chunk(s, stop - 1, stop) for s, stop in zip(rows_ahead.seqs, rows_ahead.stops.tolist(), strict=True)
+                ]
+            else:
+                scheduler.depart(chunks[i] for i in live)
+                departed, chunks_ahead = True, schedule(scheduler)
+                rows_ahead = DecodeRows.of(chunks_ahead)
+                if rows_ahead is not None:
+                    results_ahead = model.run_rows(rows_ahead, unread)
+                else:
+                    results_ahead = [model.run(chunk, unread) for chunk in chunks_ahead]
+        if rows is not None and not departed:
+            scheduler.advance_decodes([rows.seqs[i] for i in live], rows.stops[live], [results[i][0] for i in live])
+        for i in live:
+            if results[i] and departed:
+                scheduler.learn([chunks[i].seq], results[i])
+            elif rows is None and not departed:
+                scheduler.advance(chunks[i], results[i])
             # Where an answer ends by its token, the step ahead has computed one more, for nobody.
-            if len(seq.token_ids) == seq.max_len or rng.random() < 0.02:
+            seq = chunks[i].seq
+            if ended(seq) or (results[i] and rng.random() < 0.02):
                 scheduler.finish(seq)
-                if len(seq.token_ids) < seq.max_len:
+                if not ended(seq):
                     aborted.add(seq.seq_id)
         scheduler.check()
-        if ahead is None:
+        if not chunks_ahead:
             return aborted
-        rows, tokens = ahead, tokens_ahead
+        rows, chunks, results = rows_ahead, chunks_ahead, results_ahead
+
+
+def ended(seq: Sequence) -> bool:
+    """Whether it has all its tokens."""
+    return len(seq.token_ids) == seq.max_len
 
 
 def run_workload(
@@ -195,20 +247,9 @@ def run_workload(
         for seq in scheduler.running:
             if seq.num_pending_tokens == 1 and rng.random() < (0.1 if looks_ahead else 0.5):
                 seq.draft_token_ids = guess(seq, rng)
-        decoding = {s for s in scheduler.running if s.num_pending_tokens == 1}
-        oldest = scheduler.running[:1]
-        chunks = scheduler.schedule()
-        assert oldest == scheduler.running[: len(oldest)], "the oldest was preempted: nothing would be sure to finish"
-        assert bool(chunks) == scheduler.has_work, "a step without progress would spin"
-        assert all(c.stop > c.start == c.seq.num_computed_tokens for c in chunks)
-        assert all(c.stop < c.seq.max_len for c in chunks), "the last token needs no KV"
-        assert sum(c.num_tokens for c in chunks) <= max_num_batched_tokens
-        assert decoding & set(scheduler.running) <= {c.seq for c in chunks}, "a decoding sequence got no token"
-        for chunk in chunks:
-            if threshold is not None and chunk.start + 1 < len(chunk.seq.token_ids):
-                assert chunk.num_tokens <= threshold
-        if looks_ahead and (rows := DecodeRows.of(chunks)) is not None:
-            aborted |= fly(scheduler, model, rows, pending, rng)
+        chunks = schedule(scheduler)
+        if looks_ahead and chunks and all(c.stop <= len(c.seq.token_ids) for c in chunks):
+            aborted |= fly(scheduler, model, chunks, pending, rng)
             chunks = []
         results = [model.run(chunk) for chunk in chunks]
         for chunk, new in zip(chunks, results, strict=True):

@@ -138,6 +138,24 @@ BUGS: dict[str, list[Edit]] = {
     "step_ahead_behind_the_last_token": [
         Edit(SCHEDULER, "rows.stops + 1 < rows.max_lens", "rows.stops < rows.max_lens")
     ],
+    "unknown_token_is_not_counted": [
+        Edit(SCHEDULER, "seq.num_unknown_tokens = int(chunk.samples)", "seq.num_unknown_tokens = 0")
+    ],
+    "token_stays_unknown": [Edit(SCHEDULER, "            seq.num_unknown_tokens = 0\n", "")],
+    "departed_chunk_is_computed_again": [
+        Edit(SCHEDULER, "            seq.num_computed_tokens = chunk.stop\n", "")
+    ],
+    "sequence_stays_behind_its_last_token": [
+        Edit(SCHEDULER, "            if seq.num_tokens == seq.max_len:\n", "            if False:\n")
+    ],
+    "departed_blocks_are_never_passed": [
+        Edit(SCHEDULER, "            self.cache.publish(seq)\n            if seq.num_tokens",
+             "            if seq.num_tokens"),
+    ],
+    "unknown_token_is_not_pending": [
+        Edit("sequence.py", "return self.num_tokens - self.num_computed_tokens",
+             "return len(self.token_ids) - self.num_computed_tokens"),
+    ],
     "token_of_a_decode_is_not_counted": [Edit(SCHEDULER, "            seq.num_computed_tokens += 1\n", "")],
     "window_is_never_passed_while_decoding": [
         Edit(MANAGER, "(num_computed - window + 1) % self.block_size == 0", "False")

@@ -20,6 +20,7 @@ def simulated(pacing: Pacing, *, fixed: float, per_token: float, noise: float = 
         seconds = (fixed + per_token * tokens) * (1 + noise * rng.random())
         if tokens and limit is not None:
             seen.append(seconds)
+        pacing.start(tokens)
         pacing.record(num_decodes=4, num_prompt_tokens=tokens, seconds=seconds)
     return seen
 
@@ -46,6 +47,7 @@ def test_where_the_fewest_tokens_cost_too_much_several_steps_go_without(per_toke
         tokens = pacing.prompt_limit
         assert tokens in (0, FEWEST_TOKENS)
         seen.append(fixed + per_token * tokens)
+        pacing.start(tokens)
         pacing.record(num_decodes=1, num_prompt_tokens=tokens, seconds=seen[-1])
     assert sorted(seen)[len(seen) // 2 if per_token > 5e-4 else 0] == fixed
     assert 0.9 * STRETCH * fixed <= sum(seen) / len(seen) <= STRETCH * fixed * 1.001
