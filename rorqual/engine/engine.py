@@ -214,27 +214,28 @@ class Engine:
         returns [] too, and an answer's end is found when its next token is computed already, which is dropped.
         """
         start = time.perf_counter()
-        flight, self._flight = self._flight, None
-        waiting_for = "wait"
-        if flight is not None:
-            self._flight = self._fly_ahead(flight)
-        else:
-            with self.stats.stage("schedule"):
-                chunks = self.scheduler.schedule(self._pacing.prompt_limit)
-            if not chunks:
+        flight = self._flight
+        if flight is None:
+            flight, stage = self._fly_first(), "sample"
+            if flight is None:
                 return []
-            flight, waiting_for = self._take_off(chunks), "sample"
+            flight.seconds_to_start = time.perf_counter() - start
             if self._can_fly_ahead(flight):
                 self._flight = flight
                 return []
-        with self.stats.stage(waiting_for):
+        else:
+            self._flight, stage = self._fly_ahead(flight), "wait"  # where this raises, the flight can still be read
+            if self._flight is not None:
+                self._flight.seconds_to_start = time.perf_counter() - start
+        reading = time.perf_counter()
+        with self.stats.stage(stage):
             drawn = flight.drawn.wait()
         deltas = self._land(flight, drawn)
         self.stats.num_steps += 1
         self._pacing.record(
             num_decodes=flight.num_decodes,
             num_prompt_tokens=flight.num_prompt_tokens,
-            seconds=time.perf_counter() - start,
+            seconds=flight.seconds_to_start + time.perf_counter() - reading,
         )
         return deltas
 
@@ -242,12 +243,18 @@ class Engine:
 
     def _can_fly_ahead(self, flight: Flight) -> bool:
         """Whether another step may start before this one's tokens are read."""
-        if not self._looks_ahead:
+        if not self._looks_ahead or flight.has_departed:
             return False
         rows = flight.decodes
         if rows is not None and not flight.prompts:
             return self._sampler.can_draw_later(rows.sampler_slots)
         return self._sampler.can_draw_later(np.array([seq.sampler_slot for seq in flight.drawing], np.int64))
+
+    def _fly_first(self) -> Flight | None:
+        """Start a step when none is in flight."""
+        with self.stats.stage("schedule"):
+            chunks = self.scheduler.schedule(self._pacing.prompt_limit)
+        return self._take_off(chunks) if chunks else None
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
         """Start the step after one whose tokens are still on the device, if there is one."""

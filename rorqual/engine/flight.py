@@ -26,6 +26,8 @@ class Flight:
     """Chunks of one token."""
     num_prompt_tokens: int = 0
     """Tokens of the longer ones."""
+    seconds_to_start: float = 0.0
+    """What the host was busy with it before it began to wait for it."""
     has_departed: bool = False
     """Whether the scheduler has counted it as computed already (`Scheduler.depart`)."""
 

@@ -143,9 +143,8 @@ class Scheduler:
         """The step after one that decodes these rows, before its tokens are known; None where that cannot be said.
 
         A short cut past `depart` and `schedule`, while nothing but these sequences could be scheduled and blocks are
-        free for them. Left out are rows in
-        `gone`, whose sequences were finished meanwhile, and those that the unknown token fills. Other ends show later:
-        what was computed for them then is dropped.
+        free for them. Left out are rows in `gone`, whose sequences were finished meanwhile, and those that the unknown
+        token fills. Other ends show later: what was computed for them then is dropped.
         """
         if len(rows.seqs) - len(gone) != len(self.running):
             return None

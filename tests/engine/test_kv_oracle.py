@@ -163,6 +163,7 @@ def fly(
                 ]
             else:
                 scheduler.depart(chunks[i] for i in live)
+                assert all(chunks[i].seq.num_computed_tokens == chunks[i].stop for i in live if not full(chunks[i]))
                 departed, chunks_ahead = True, schedule(scheduler)
                 rows_ahead = DecodeRows.of(chunks_ahead)
                 if rows_ahead is not None:
@@ -186,6 +187,11 @@ def fly(
         if not chunks_ahead:
             return aborted
         rows, chunks, results = rows_ahead, chunks_ahead, results_ahead
+
+
+def full(chunk: Chunk) -> bool:
+    """Whether the token behind it is the last that fits."""
+    return chunk.stop + 1 == chunk.seq.max_len
 
 
 def ended(seq: Sequence) -> bool:
