@@ -46,6 +46,7 @@ AHEAD: dict[str, dict] = {
     "steps started before the last is read": {},
     "steps started before the last is read, tight cache": {"num_kv_blocks": 16},
     "steps started before the last is read, few seats": {"max_num_seqs": 3},
+    "steps started before the last is read, chunks of 3": {"long_prefill_token_threshold": 3, "num_kv_blocks": 20},
 }
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=18, ignore_eos=True),

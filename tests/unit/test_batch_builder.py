@@ -7,7 +7,8 @@ from array import array
 import pytest
 import torch
 
-from rorqual.engine.batch_builder import build_batch
+from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
+from rorqual.engine.decode_rows import num_leading_rows
 from rorqual.sequence import Chunk, Sequence
 
 PROMPTS = (  # (query length, keys with those of this step, block table) per sequence; of a prompt's chunks
@@ -39,3 +40,22 @@ def test_slots_of_the_worked_examples(block_size, sequences, positions, slots):
     assert batch.context_lens.tolist() == [context_len for _, context_len, _ in sequences]
     # The last token of each sequence yields the next one.
     assert batch.logits_indices.tolist() == [sum(lengths[: i + 1]) - 1 for i in range(len(lengths))]
+
+
+def test_unread_tokens_are_put_in_where_they_belong() -> None:
+    """A prompt, an answer whose newest token is known, and two whose newest is on the device alone."""
+    known, first, prompt, second = (Sequence(i, [10 + i] * 6, 5, 20) for i in range(4))
+    first.num_unknown_tokens = second.num_unknown_tokens = 1
+    for seq in (known, first, prompt, second):
+        seq.block_tables = [array("i", [2 * seq.seq_id, 2 * seq.seq_id + 1])]
+    chunks = [Chunk(known, 5, 6), Chunk(first, 6, 7), Chunk(second, 6, 7), Chunk(prompt, 2, 5)]
+    unread = Unread(torch.tensor([91, 92, 93]), {second: 0, first: 2, prompt: 1})
+    assert num_leading_rows(chunks) == 3
+    assert [chunk.samples for chunk in chunks] == [True, True, True, False]
+    cpu = torch.device("cpu")
+    batch, rows = build_batch(chunks, [False] * 4, block_size=4, device=cpu, unread=unread)
+    assert batch.input_ids.tolist() == [10, 93, 91, 12, 12, 12]
+    assert batch.positions.tolist() == [5, 6, 6, 2, 3, 4]
+    assert rows == [range(5, 6), range(6, 7), range(6, 7), range(5, 5)]
+    assert input_ids_of(chunks[:3], unread, cpu).tolist() == [10, 93, 91]
+    assert input_ids_of(chunks[:1], unread, cpu).tolist() == [10]

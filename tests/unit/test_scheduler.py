@@ -409,6 +409,73 @@ def test_rejected_drafts_are_rolled_back(num_accepted):
     run.drain()
 
 
+# --- steps that are scheduled before the one before is read
+
+
+def test_a_started_step_counts_as_computed_and_its_token_as_unknown():
+    run = Run(max_num_batched_tokens=6)
+    seq = run.add(9, 4)
+    first = run.scheduler.schedule()
+    run.scheduler.depart(first)
+    assert (seq.num_computed_tokens, seq.num_unknown_tokens, seq.num_pending_tokens) == (6, 0, 3)
+    second = run.scheduler.schedule()
+    run.scheduler.depart(second)
+    assert (seq.num_computed_tokens, seq.num_unknown_tokens, seq.num_pending_tokens) == (9, 1, 1)
+    assert seq.num_published_blocks == 2
+    third = run.scheduler.schedule()
+    assert [(c.start, c.stop, c.samples) for c in (*first, *second, *third)] == [
+        (0, 6, False),
+        (6, 9, False),
+        (9, 10, True),
+    ]
+    run.scheduler.learn([seq], [77])
+    run.scheduler.check()
+    assert seq.token_ids[9:] == [77]
+    run.scheduler.advance(third[0], [78])
+    run.drain()
+
+
+def test_blocks_are_published_when_their_tokens_are_known():
+    run = Run()
+    seq = run.add(7, 9)
+    for count in (1, 1, 2, 2):
+        chunks = run.scheduler.schedule()
+        run.scheduler.depart(chunks)
+        assert seq.num_published_blocks == count, "the eighth token is in a block when the step with it is started"
+        run.scheduler.learn([seq], [next(run._fresh)])
+
+
+@pytest.mark.parametrize("num_output_tokens", [1, 2])
+def test_a_sequence_leaves_with_its_last_token(num_output_tokens):
+    run = Run(max_num_seqs=1)
+    seq, late = run.add(5, num_output_tokens), run.add(5, 1)
+    for _ in range(num_output_tokens):
+        run.scheduler.depart(run.scheduler.schedule())
+        run.scheduler.learn([seq], [1])
+    assert not seq.block_tables
+    assert [chunk.seq for chunk in run.scheduler.schedule()] == [late], "its seat is free before it is read"
+    run.scheduler.finish(seq)
+    run.drain()
+
+
+def test_a_sequence_that_is_preempted_keeps_the_token_it_has_drawn():
+    run = Run(num_blocks=5, caching=False)
+    old, new = run.add(7, 6), run.add(7, 6)  # two blocks each: their ninth tokens need two more
+    while not new.num_preemptions:
+        chunks = run.scheduler.schedule()
+        assert {chunk.seq for chunk in chunks} == {old, new}
+        run.scheduler.depart(chunks)
+        ahead = run.scheduler.schedule()
+        if new.num_preemptions:
+            assert [chunk.seq for chunk in ahead] == [old]
+            assert (new.num_unknown_tokens, new.num_computed_tokens, new.block_tables) == (1, 0, [])
+        run.scheduler.learn([old, new], [1, 2])
+    run.scheduler.check()
+    assert list(run.scheduler.waiting) == [new]
+    assert new.token_ids[7:] == [2] * len(old.token_ids[7:])
+    run.drain(limit=40)
+
+
 # --- leaving
 
 
