@@ -262,9 +262,9 @@ class Sampler:
 
     def plain_draws(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws | None:
         """What `draw_tokens` needs beside logits, where that is all that these rows need; else None. As for `draw`."""
-        if (self._kinds[slots] & ~np.uint8(DRAWN)).any():
+        chosen, more = self._parameters[slots], self._kinds[slots] & ~np.uint8(DRAWN)
+        if more.any() and np.where(positions < chosen["masked_until"], more, more & ~np.uint8(ENDS_MASKED)).any():
             return None
-        chosen = self._parameters[slots]
         return Draws(chosen["temperature"], row_keys(chosen["seed"], positions.astype(np.uint64)))
 
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
