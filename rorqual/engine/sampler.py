@@ -22,6 +22,7 @@ from rorqual.engine.sampler_tables import SamplerTables
 from rorqual.engine.transfer import Download, upload
 from rorqual.ops.sample import (
     LastKept,
+    RowMax,
     edit_logits,
     gumbel_argmax,
     narrow,
@@ -308,7 +309,7 @@ class Sampler:
         narrowing = {name: there[name] for name in ("log_min_p", "top_k", "top_p") if name in there}
         shown = draw_tokens(edited, there.get("temperature"), there.get("keys"), **narrowing)
         if edited is not logits:
-            shown = shown.masked_fill(_broken(row_max(logits).values), -1)  # a mask can hide a NaN
+            shown = _without_broken(shown, row_max(logits))  # a mask can hide a NaN
         token_ids = shown.clamp(min=0)
         if "penalised" in there:
             self._tables.newest.index_copy_(0, there["penalised_row"], token_ids[there["penalised"]])
@@ -417,16 +418,15 @@ def draw_tokens(
     temperature, keys: as for `gumbel_argmax`; None takes the best of each row. narrowing: as for `narrow`, or nothing.
     """
     best = row_max(logits)
-    token_ids = best.token_ids
-    if temperature is not None and keys is not None:
-        last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
-        token_ids = gumbel_argmax(logits, temperature, keys, last=last)
-    return token_ids.masked_fill(_broken(best.values), -1)
+    if temperature is None or keys is None:
+        return best.token_ids
+    last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
+    return _without_broken(gumbel_argmax(logits, temperature, keys, last=last), best)
 
 
-def _broken(highest: torch.Tensor) -> torch.Tensor:
-    """Which of the largest logits are NaN or infinite."""
-    return (highest - highest).ne(0)
+def _without_broken(token_ids: torch.Tensor, best: RowMax) -> torch.Tensor:
+    """-1 in place of tokens whose row has no best one."""
+    return torch.where(best.token_ids < 0, best.token_ids, token_ids)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
