@@ -313,6 +313,8 @@ def stage_lines(parts: dict[str, Any]) -> list[str]:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Tokens per second of all and of each sequence by batch size, with the floor."""
+    if not any("batch" in parts for parts in found["models"].values()):
+        return
     try:
         import matplotlib
     except ImportError:

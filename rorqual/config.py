@@ -106,7 +106,7 @@ class EngineConfig(StrictModel):
     """Never use CUDA graphs. On CPU nothing is captured anyway."""
     async_scheduling: bool = True
     """On a GPU, start a decode step while the tokens of the one before are still on the device; steps that need them
-    on the host (penalties, top_p, logprobs and the like) wait. On CPU nothing changes."""
+    on the host (bad_words of several tokens) wait. On CPU nothing changes."""
     seed: int | None = None
     """Makes requests without their own seed repeatable, by order of arrival. Default: different every time."""
     threads: Annotated[int, Field(ge=1)] | None = None

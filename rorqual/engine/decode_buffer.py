@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rorqual.batch import Batch, CacheView
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.sampler import Draws
-from rorqual.engine.transfer import Staging, upload
+from rorqual.engine.transfer import StagedArrays, upload
 
 
 class _Views(NamedTuple):
@@ -39,7 +39,7 @@ class DecodeBuffer:
     ) -> None:
         self.max_num_seqs, self._block_size, self._device = max_num_seqs, block_size, device
         rows = (max_num_seqs,)
-        self._staging = Staging(
+        self._staging = StagedArrays(
             [
                 (rows, np.int64),  # input_ids
                 (rows, np.int64),  # positions

@@ -207,6 +207,7 @@ class Engine:
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # always, so that what one step keeps another may write to, whatever mode the caller is in
     def step(self) -> list[StreamDelta]:
         """Move every running sequence on; returns what each answer of a streamed request gained.
 

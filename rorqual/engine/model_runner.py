@@ -57,6 +57,7 @@ _TRIAL_BLOCKS = 16
 class ModelRunner:
     """The model with its weights and cache, on one rank."""
 
+    @torch.inference_mode(mode=False)  # whose tensors the threads that load could not write to
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool, memory: DeviceMemory | None = None
     ) -> None:
@@ -138,6 +139,7 @@ class ModelRunner:
                     )
         return_freed_memory()
 
+    @torch.inference_mode(mode=False)
     def warm_up(self) -> dict[str, str]:
         """Run tokens that write nothing, so that the first request does not pay for it; op -> backend that ran.
 

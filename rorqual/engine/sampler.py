@@ -22,6 +22,7 @@ from rorqual.engine.sampler_tables import SamplerTables
 from rorqual.engine.transfer import Download, upload
 from rorqual.ops.sample import (
     LastKept,
+    RowMax,
     edit_logits,
     gumbel_argmax,
     narrow,
@@ -262,9 +263,9 @@ class Sampler:
 
     def plain_draws(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws | None:
         """What `draw_tokens` needs beside logits, where that is all that these rows need; else None. As for `draw`."""
-        if (self._kinds[slots] & ~np.uint8(DRAWN)).any():
+        chosen, more = self._parameters[slots], self._kinds[slots] & ~np.uint8(DRAWN)
+        if more.any() and np.where(positions < chosen["masked_until"], more, more & ~np.uint8(ENDS_MASKED)).any():
             return None
-        chosen = self._parameters[slots]
         return Draws(chosen["temperature"], row_keys(chosen["seed"], positions.astype(np.uint64)))
 
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
@@ -308,7 +309,7 @@ class Sampler:
         narrowing = {name: there[name] for name in ("log_min_p", "top_k", "top_p") if name in there}
         shown = draw_tokens(edited, there.get("temperature"), there.get("keys"), **narrowing)
         if edited is not logits:
-            shown = shown.masked_fill(_broken(row_max(logits).values), -1)  # a mask can hide a NaN
+            shown = _without_broken(shown, row_max(logits))  # a mask can hide a NaN
         token_ids = shown.clamp(min=0)
         if "penalised" in there:
             self._tables.newest.index_copy_(0, there["penalised_row"], token_ids[there["penalised"]])
@@ -417,16 +418,15 @@ def draw_tokens(
     temperature, keys: as for `gumbel_argmax`; None takes the best of each row. narrowing: as for `narrow`, or nothing.
     """
     best = row_max(logits)
-    token_ids = best.token_ids
-    if temperature is not None and keys is not None:
-        last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
-        token_ids = gumbel_argmax(logits, temperature, keys, last=last)
-    return token_ids.masked_fill(_broken(best.values), -1)
+    if temperature is None or keys is None:
+        return best.token_ids
+    last: LastKept | None = narrow(logits, best.values, temperature, **narrowing) if narrowing else None
+    return _without_broken(gumbel_argmax(logits, temperature, keys, last=last), best)
 
 
-def _broken(highest: torch.Tensor) -> torch.Tensor:
-    """Which of the largest logits are NaN or infinite."""
-    return (highest - highest).ne(0)
+def _without_broken(token_ids: torch.Tensor, best: RowMax) -> torch.Tensor:
+    """-1 in place of tokens whose row has no best one."""
+    return torch.where(best.token_ids < 0, best.token_ids, token_ids)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:

@@ -45,7 +45,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-class Staging:
+class StagedArrays:
     """Tensors that stay where they are on the device, and arrays on the host that are written and sent, in one copy.
 
     Each step: write all of `arrays()`, whose content is undefined, then `send`. On the CPU arrays and tensors share

@@ -101,19 +101,20 @@ def gumbel_argmax(
 
 
 class RowMax(NamedTuple):
-    """Per row: the largest logit, and the lowest id that has it."""
+    """Per row: the largest logit, and the lowest id that has it, if a token can be said at all."""
 
     values: torch.Tensor
     """[num_rows] float32; NaN where the row holds one."""
     token_ids: torch.Tensor
-    """[num_rows] int64; of a row with NaN, where the first one is."""
+    """[num_rows] int64; -1 where the value is not finite."""
 
 
 @op
 def row_max(logits: torch.Tensor) -> RowMax:
     """The greedy token of each row of logits [num_rows, vocab_size], any float dtype."""
     ids = logits.argmax(1)
-    return RowMax(logits.gather(1, ids[:, None])[:, 0].float(), ids)
+    values = logits.gather(1, ids[:, None])[:, 0].float()
+    return RowMax(values, torch.where(values.isfinite(), ids, -1))
 
 
 class Candidates(NamedTuple):
@@ -261,7 +262,7 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> T
 
     logits: any float dtype [num_rows, vocab_size]. token_ids: int64 [num_rows].
     """
-    usable = row_max(logits).values.isfinite()
+    usable = row_max(logits).token_ids >= 0
     logprobs = torch.where(usable[:, None], logits.float().log_softmax(1), -torch.inf)
     ids = token_ids[:, None]
     values = logprobs.gather(1, ids)

@@ -22,6 +22,7 @@ MEDIUM: dict[str, Any] = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "num_hidden_layers": 6,
+    "layer_types": None,  # as many as the tiny model has layers
     "vocab_size": 16384,
     "max_position_embeddings": 1024,
 }

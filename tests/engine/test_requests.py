@@ -516,3 +516,16 @@ def test_tokenizer_of_another_model_can_be_given(tmp_path):
 
 def first_ids(tmp_path) -> list[int]:
     return Tokenizer.from_folder(tmp_path / "model").encode("ab")
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_callers_may_be_in_inference_mode_or_not(looks_ahead):
+    params = SamplingParams(
+        max_tokens=6, temperature=0.5, seed=1, presence_penalty=1.0, logit_bias={3: 1.0}, top_p=0.9, logprobs=1
+    )
+    with torch.inference_mode():
+        llm = tiny_llm()
+        llm.engine._looks_ahead = looks_ahead
+        inside = one(llm, [1, 2, 3], params)
+    with llm:
+        assert one(llm, [1, 2, 3], params).token_ids == inside.token_ids

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rorqual.ops.cpu.sample as cpu
 from rorqual.ops import sample
 from rorqual.ops.native.library import usable_isas, using
-from rorqual.ops.native.sample import row_max_native
+from rorqual.ops.native.sample import narrow_native, row_max_native
 
 MASK32 = 2**32 - 1
 
@@ -244,7 +244,7 @@ def test_sa1_the_largest_logit_wins_and_ties_go_to_the_lowest_id(answer, dtype):
     )
     with using(answer) if answer in usable_isas() else nullcontext():
         best = ROW_MAX[answer](logits)
-    assert best.token_ids[[0, 1, 2, 4]].tolist() == [1, 2, 1, 1]
+    assert best.token_ids.tolist() == [1, 2, -1, -1, -1]
     assert best.values[[0, 1, 3, 4]].tolist() == [3, -2, -inf, inf]
     assert best.values[2].isnan()
     assert best.values.dtype == torch.float32
@@ -278,6 +278,83 @@ def test_masses_are_rounded_exponentials():
     assert ((found - exact).abs() <= 0.5 + 1e-12 * exact).all()
     assert torch.equal(torch.from_numpy(cpu.masses(x.numpy())), found)
     assert sample.masses(torch.tensor([-torch.inf, -1e300], dtype=torch.float64)).tolist() == [0, 0]
+
+
+# --- the cut
+
+
+def filters(size, **changes):
+    """One row's filters, off where nothing is said."""
+    values = {"log_min_p": -math.inf, "top_k": size, "top_p": 1.0} | changes
+    return {
+        name: torch.tensor([value], dtype=None if name == "top_k" else torch.float64) for name, value in values.items()
+    }
+
+
+def _bands(x):
+    """A few tokens ahead of crowds that float32 hardly tells apart."""
+    return torch.where(x > 3.5, x, (x.sign() - 9) + x * 1e-6)
+
+
+SHAPES = {
+    "wide": lambda x: x * 3,
+    "confident": lambda x: torch.where(x > 3.5, x * 6, x),
+    "equals": lambda x: (x * 2).round(),
+    "all_equal": lambda x: x * 0 - 4,
+    "bands": _bands,
+    "beyond_float32_apart": lambda x: (x * 1.5e38).clamp(-3e38, 3e38),
+    "denormal": lambda x: x * 1e-41,
+    "mostly_excluded": lambda x: torch.where(x > 2, x, -math.inf),
+}
+ASKED = [
+    {"top_p": 0.9},
+    {"top_p": 1 - 2**-30},
+    {"top_p": 1e-9},
+    {"top_k": 3},
+    {"top_k": 33_000},
+    {"log_min_p": math.log(0.02)},
+    {"log_min_p": -300.0, "top_p": 0.5},
+    {"top_k": 900, "top_p": 0.97},
+    {"log_min_p": -6.0, "top_k": 200, "top_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_cut_is_the_references_in_rows_that_threads_share(isa, shape, dtype):
+    size = 33_003  # parts of it for two threads, and no multiple of any vector
+    logits = SHAPES[shape](torch.randn(1, size, generator=torch.Generator().manual_seed(8))).to(dtype)
+    highest = logits.float().amax(1)
+    for i, asked in enumerate(ASKED):
+        options = filters(size, **asked)
+        temperature = torch.tensor([(0.8, 1.0, 0.01, 40.0)[i % 4]], dtype=torch.float64)
+        expected = sample.narrow.reference(logits, highest, temperature, **options)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with using(isa):
+                found = narrow_native(logits, highest, temperature, **options)
+            assert [x.tolist() for x in found] == [x.tolist() for x in expected], (asked, threads)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_a_row_that_cannot_be_cut_harms_no_other(isa):
+    logits = torch.randn(4, 5003, generator=torch.Generator().manual_seed(9))
+    logits[0, 7], logits[1], logits[2, 9] = math.nan, -math.inf, math.inf
+    options = {name: value.expand(4) for name, value in filters(5003, top_k=40, top_p=0.9).items()}
+    temperature = torch.ones(4, dtype=torch.float64)
+    with using(isa):
+        found = narrow_native(logits, sample.row_max(logits).values, temperature, **options)
+        # A best logit that is not the row's own leaves any answer, within the row.
+        foreign = narrow_native(logits, torch.tensor([3.0, 1e30, -1e30, -5.0]), temperature, **options)
+    rows = slice(3, 4)
+    expected = sample.narrow.reference(
+        logits[rows], logits[rows].amax(1), temperature[rows], **{name: value[rows] for name, value in options.items()}
+    )
+    assert [x[rows].tolist() for x in found] == [x.tolist() for x in expected]
+    for cut in (found, foreign):
+        assert ((cut.token_ids >= 0) & (cut.token_ids < 5003)).all()
 
 
 # --- penalties

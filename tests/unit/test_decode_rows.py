@@ -16,7 +16,7 @@ from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.sampler import Draws
 from rorqual.engine.scheduler import Scheduler
-from rorqual.engine.transfer import Staging
+from rorqual.engine.transfer import StagedArrays
 from rorqual.sequence import Chunk, Sequence
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_only_single_last_tokens_of_begun_answers_are_rows() -> None:
 
 
 def test_staging_shows_what_was_written() -> None:
-    staging = Staging([((3,), np.int64), ((2, 2), np.int32), ((5,), np.bool_)], CPU)
+    staging = StagedArrays([((3,), np.int64), ((2, 2), np.int32), ((5,), np.bool_)], CPU)
     assert [t.dtype for t in staging.tensors] == [torch.int64, torch.int32, torch.bool]
     assert not any(t.any() for t in staging.tensors)
     for value, array_ in enumerate(staging.arrays()):
@@ -110,7 +110,7 @@ def test_staging_shows_what_was_written() -> None:
 
 @pytest.mark.gpu
 def test_staging_sends_from_a_field_on_and_takes_turns() -> None:
-    staging = Staging([((3,), np.int64), ((70,), np.int32)], torch.device("cuda"))
+    staging = StagedArrays([((3,), np.int64), ((70,), np.int32)], torch.device("cuda"))
     for step in range(1, 6):
         first, second = staging.arrays()
         first.fill(-step)

@@ -150,5 +150,6 @@ def test_pc4_no_false_hit_in_any_workload():
             threshold=None,
             windows=rng.choice([[None], [None, 3]]),
             enable_prefix_caching=True,
+            looks_ahead=seed % 2 == 0,
             seed=seed,
         )

@@ -601,3 +601,5 @@ def test_plain_draws_are_all_that_plain_rows_need():
     for options in ({"top_p": 0.5}, {"logprobs": 0}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"top_k": 2}):
         other = sampler.add(SamplingParams(**options), seed=1, prompt_token_ids=[1], end_token_ids=[2])
         assert sampler.plain_draws(np.array([slots[0], other]), np.array([1, 1])) is None
+        past = sampler.plain_draws(np.array([slots[0], other]), np.array([1, 4]))  # ends are allowed from there on
+        assert (past is not None) == ("min_tokens" in options)

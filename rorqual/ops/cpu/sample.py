@@ -128,7 +128,8 @@ def row_max(logits: torch.Tensor) -> RowMax:
     """See the reference."""
     rows = _rows(logits)
     ids = rows.argmax(1)
-    return RowMax(torch.from_numpy(rows[np.arange(len(rows)), ids]), torch.from_numpy(ids))
+    values = rows[np.arange(len(rows)), ids]
+    return RowMax(torch.from_numpy(values), torch.from_numpy(np.where(np.isfinite(values), ids, -1)))
 
 
 def _floor(row: Floats, count: int) -> np.float32:

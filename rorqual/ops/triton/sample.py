@@ -144,15 +144,15 @@ def _row_max_kernel(logits, best, best_ids, columns, logits_row, logits_column, 
     logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
     most = tl.max(tl.where(logit == logit, logit, float("-inf")), 0)
     lowest = tl.min(tl.where((logit == most) & there, column, _NO_COLUMN), 0)
-    broken = tl.min(tl.where(logit != logit, column, _NO_COLUMN), 0)
+    broken = tl.max((logit != logit).to(tl.int32), 0) > 0
     at = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(best + at, tl.where(broken != _NO_COLUMN, float("nan"), most))
-    tl.store(best_ids + at, tl.where(broken != _NO_COLUMN, broken, lowest).to(tl.int64))
+    tl.store(best + at, tl.where(broken, float("nan"), most))
+    tl.store(best_ids + at, lowest.to(tl.int64))
 
 
 @triton.jit
-def _finish_kernel(best, best_ids, values, out, pieces, columns, PIECES: tl.constexpr):
-    """The best of each row's pieces. Where one is NaN, the first such one."""
+def _finish_kernel(best, best_ids, values, out, pieces, PIECES: tl.constexpr):
+    """The best of each row's pieces; -1 where none is finite, or one is NaN or infinite."""
     wait_for_earlier_kernels()
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
@@ -160,9 +160,10 @@ def _finish_kernel(best, best_ids, values, out, pieces, columns, PIECES: tl.cons
     score = tl.load(best + row * pieces + piece, mask=there, other=float("-inf"))
     ids = tl.load(best_ids + row * pieces + piece, mask=there, other=_NOBODY)
     most, lowest = _best(score, ids)
-    broken = tl.min(tl.where(score != score, ids, _NOBODY), 0)
-    tl.store(out + row, tl.minimum(tl.where(broken != _NOBODY, broken, lowest), columns - 1))
-    tl.store(values + row, tl.where(broken != _NOBODY, float("nan"), most))
+    broken = tl.max((score != score).to(tl.int32), 0) > 0
+    most = tl.where(broken, float("nan"), most)
+    tl.store(out + row, tl.where(most - most == 0.0, lowest, -1))
+    tl.store(values + row, most)
 
 
 def _refuse_draw(
@@ -214,6 +215,6 @@ def row_max_triton(logits: torch.Tensor) -> RowMax:
         )
         padded = 1 << (pieces - 1).bit_length()
         _finish_kernel[(rows,)](
-            best, best_ids, values, out, pieces, columns, PIECES=padded, num_warps=1, launch_pdl=DEPENDENT_LAUNCH
+            best, best_ids, values, out, pieces, PIECES=padded, num_warps=1, launch_pdl=DEPENDENT_LAUNCH
         )
     return RowMax(values, out)

@@ -6,13 +6,14 @@
 
 #define BUCKETS 1024
 #define REST BUCKETS  // tokens below the buckets
-#define ALL_LANES ((uint32_t)((1ull << LANES) - 1))
+#define ROOM (BUCKETS + STEP)
+#define STEP (2 * LANES)
+#define WHOLE_STEP ((uint32_t)((1ull << STEP) - 1))
 #define NEGLIGIBLE (-32.0)   // exp of this is less than half a mass
-#define TOP_K_RANGE 16.0f    // how far below the best logit a top_k's cut usually lies
+#define TOP_K_RANGE 8.0f     // how far below the best logit a top_k's cut is looked for first
 #define PART_FROM (1 << 14)  // tokens that are worth waking a thread for
 typedef double f64_t __attribute__((vector_size(4 * LANES)));
 typedef uint64_t u64_t __attribute__((vector_size(4 * LANES)));
-typedef float half_t __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16_lanes_mem __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 // --- lanes
@@ -27,12 +28,12 @@ INLINE uint32_t equal_to(bits_t v, uint32_t x) {
 INLINE bits_t at_most(bits_t v, uint32_t most) {
     return (bits_t)_mm512_min_epu32((__m512i)v, _mm512_set1_epi32((int)most));
 }
-INLINE half_t half_of(lanes_t v, const int upper) {
-    return (half_t)(upper ? _mm512_extractf32x8_ps((__m512)v, 1) : _mm512_castps512_ps256((__m512)v));
+INLINE f64_t half_of(lanes_t v, const int upper) {
+    return (f64_t)_mm512_cvtps_pd(upper ? _mm512_extractf32x8_ps((__m512)v, 1) : _mm512_castps512_ps256((__m512)v));
 }
 INLINE f64_t f64_max(f64_t x, double least) { return (f64_t)_mm512_max_pd((__m512d)x, _mm512_set1_pd(least)); }
-INLINE f64_t f64_floor(f64_t x) {
-    return (f64_t)_mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+INLINE f64_t floor_onto(f64_t x, double base) {
+    return (f64_t)_mm512_add_round_pd((__m512d)x, _mm512_set1_pd(base), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
 #elif defined(__AVX2__)
 INLINE uint32_t at_least(lanes_t v, float least) {
@@ -44,11 +45,11 @@ INLINE uint32_t equal_to(bits_t v, uint32_t x) {
 INLINE bits_t at_most(bits_t v, uint32_t most) {
     return (bits_t)_mm256_min_epu32((__m256i)v, _mm256_set1_epi32((int)most));
 }
-INLINE half_t half_of(lanes_t v, const int upper) {
-    return (half_t)(upper ? _mm256_extractf128_ps((__m256)v, 1) : _mm256_castps256_ps128((__m256)v));
+INLINE f64_t half_of(lanes_t v, const int upper) {
+    return (f64_t)_mm256_cvtps_pd(upper ? _mm256_extractf128_ps((__m256)v, 1) : _mm256_castps256_ps128((__m256)v));
 }
 INLINE f64_t f64_max(f64_t x, double least) { return (f64_t)_mm256_max_pd((__m256d)x, _mm256_set1_pd(least)); }
-INLINE f64_t f64_floor(f64_t x) { return (f64_t)_mm256_floor_pd((__m256d)x); }
+INLINE f64_t floor_onto(f64_t x, double base) { return (f64_t)_mm256_floor_pd((__m256d)x) + base; }
 #else
 INLINE uint32_t mask_of(bits_t truth) {
     uint32_t mask = 0;
@@ -61,19 +62,18 @@ INLINE bits_t at_most(bits_t v, uint32_t most) {
     const bits_t above = (bits_t)(v > most);
     return (v & ~above) | (above & most);
 }
-INLINE half_t half_of(lanes_t v, const int upper) {
-    half_t half;
-    __builtin_memcpy(&half, (const char *)&v + upper * sizeof half, sizeof half);
+INLINE f64_t half_of(lanes_t v, const int upper) {
+    f64_t half;
+    for (int lane = 0; lane < LANES / 2; lane++) half[lane] = v[lane + upper * LANES / 2];
     return half;
 }
 INLINE f64_t f64_max(f64_t x, double least) {
     const u64_t above = (u64_t)(x > least);
     return (f64_t)(((u64_t)x & above) | ((u64_t)(least - (f64_t){0}) & ~above));
 }
-// Of numbers below 2^51.
-INLINE f64_t f64_floor(f64_t x) {
+INLINE f64_t floor_onto(f64_t x, double base) {
     const f64_t nearest = (x + 0x1.8p52) - 0x1.8p52;
-    return nearest - (f64_t)((u64_t)(nearest > x) & (u64_t)(1.0 - (f64_t){0}));
+    return nearest - (f64_t)((u64_t)(nearest > x) & (u64_t)(1.0 - (f64_t){0})) + base;
 }
 #endif
 
@@ -88,7 +88,12 @@ INLINE lanes_t lanes_at(const void *values, int64_t i, int64_t end, const int is
     return v;
 }
 
-INLINE uint32_t lanes_until(int64_t count) { return count >= LANES ? ALL_LANES : (1u << count) - 1; }
+// Masks of STEP tokens.
+INLINE uint32_t first_of_step(int64_t count) { return count >= STEP ? WHOLE_STEP : (1u << count) - 1; }
+
+INLINE uint32_t pair_at_least(const lanes_t v[2], float least) {
+    return at_least(v[0], least) | at_least(v[1], least) << LANES;
+}
 
 // The order of floats as that of unsigned integers. -0.0 is 0.0.
 INLINE uint32_t key_of(float x) {
@@ -121,19 +126,31 @@ INLINE f64_t rounded(f64_t product) {
     return product;
 }
 
-// The reference's `masses`, operation by operation.
-INLINE u64_t masses_of(half_t v, double temperature, double highest) {
+// The reference's `masses`, operation by operation; several vectors at a time, since each operation waits for the last.
+INLINE void masses_of(const lanes_t v[2], double temperature, double highest, u64_t masses[4]) {
     static const double terms[] = {1. / 362880, 1. / 40320, 1. / 5040, 1. / 720, 1. / 120, 1. / 24, 1. / 6, .5, 1, 1};
-    f64_t x = f64_max(__builtin_convertvector(v, f64_t) / temperature - highest, -40.0);
-    const f64_t whole = f64_floor(rounded(x * 1.4426950408889634) + 0.5);
-    x = (x - rounded(whole * 0.693147180369123816490)) - rounded(whole * 1.90821492927058770002e-10);
-    f64_t value = 1. / 3628800 - (f64_t){0};
+    f64_t x[4], onto[4], whole[4], value[4];
+#define EACH for (int j = 0; j < 4; j++)
+    EACH x[j] = half_of(v[j / 2], j % 2) / temperature - highest;
+    EACH x[j] = f64_max(x[j], -40.0);
+    EACH onto[j] = floor_onto(rounded(x[j] * 1.4426950408889634) + 0.5, 0x1.8p52);
+    EACH whole[j] = onto[j] - 0x1.8p52;
+    EACH x[j] = x[j] - rounded(whole[j] * 0.693147180369123816490);
+    EACH x[j] = x[j] - rounded(whole[j] * 1.90821492927058770002e-10);
+    EACH value[j] = 1. / 3628800 - (f64_t){0};
 #pragma GCC unroll 10
-    for (int k = 0; k < 10; k++) value = rounded(value * x) + terms[k];
+    for (int k = 0; k < 10; k++) EACH value[j] = rounded(value[j] * x[j]) + terms[k];
     // Beside 1.5 * 2^52, a small integer is the lowest bits; here it becomes the exponent.
-    const u64_t scale = ((u64_t)(whole + 0x1.8p52) << 52) + ((44ull + 1023) << 52);
-    const f64_t mass = f64_floor(rounded(value * (f64_t)scale) + 0.5);
-    return (u64_t)(mass + 0x1p52) - 0x4330000000000000ull;
+    EACH value[j] = rounded(value[j] * (f64_t)(((u64_t)onto[j] << 52) + ((44ull + 1023) << 52)));
+    EACH masses[j] = (u64_t)floor_onto(value[j] + 0.5, 0x1p52) - 0x4330000000000000ull;
+#undef EACH
+}
+
+INLINE uint64_t mass_of(float x, double temperature, double highest) {
+    const lanes_t v[2] = {x - (lanes_t){0}, x - (lanes_t){0}};
+    u64_t masses[4];
+    masses_of(v, temperature, highest, masses);
+    return masses[0][0];
 }
 
 // --- buckets
@@ -157,39 +174,68 @@ INLINE bits_t buckets_of(const tokens_t *t, lanes_t v, const int by_key) {
     return at_most((bits_t) __builtin_convertvector((t->high - v) * t->scale, integers_t), BUCKETS - 1);
 }
 
+// Where lanes outside the buckets add: behind them, each to a place of its own, so that no sum waits for another.
+INLINE bits_t outside_places(int j) {
+    bits_t places;
+    for (int lane = 0; lane < LANES; lane++) places[lane] = (uint32_t)(BUCKETS + j * LANES + lane);
+    return places;
+}
+
+// Tokens on their way to their buckets. They are added one step late, while the next one's masses are computed.
+typedef struct {
+    uint64_t weights[STEP];
+    uint32_t places[STEP], inside;
+} __attribute__((aligned(64))) counted_t;
+
+INLINE void add_step(uint64_t *buckets, const counted_t *step, const int by_mass, const int by_key) {
+    uint32_t inside = step->inside;
+    if (by_key ? inside == WHOLE_STEP : __builtin_popcount(inside) > STEP / 4) {
+#pragma GCC unroll 32
+        for (int lane = 0; lane < STEP; lane++) buckets[step->places[lane]] += by_mass ? step->weights[lane] : 1;
+    } else {
+        for (; inside; inside &= inside - 1) {
+            const int lane = __builtin_ctz(inside);
+            buckets[step->places[lane]] += by_mass ? step->weights[lane] : 1;
+        }
+    }
+}
+
 // Adds tokens from `begin` to `end` to their buckets; returns what all of them weigh, inside the buckets or not.
 INLINE uint64_t tally(const tokens_t *t, int64_t begin, int64_t end, uint64_t *buckets, const int is_wide,
                       const int by_mass, const int by_key) {
     u64_t sums = {0};
     uint64_t total = 0;
-    for (int64_t i = begin; i < end; i += LANES) {
-        lanes_t v = lanes_at(t->values, i, end, is_wide);
-        const uint32_t counted = at_least(v, t->least) & lanes_until(end - i);
+    counted_t steps[2] = {{.inside = 0}, {.inside = 0}};
+    int turn = 0;
+    for (int64_t i = begin; i < end; i += STEP) {
+        lanes_t v[2] = {lanes_at(t->values, i, end, is_wide), lanes_at(t->values, i + LANES, end, is_wide)};
+        const uint32_t counted = pair_at_least(v, t->least) & first_of_step(end - i);
         if (!counted) continue;
-        uint64_t weights[LANES] __attribute__((aligned(64)));
+        counted_t *step = &steps[turn];
         if (by_mass) {
-            const bits_t there = (bits_t)(v >= t->least);
-            v = (lanes_t)(((bits_t)v & there) | (~there & 0xff800000u));  // -inf has no mass
-            const u64_t lower = masses_of(half_of(v, 0), t->temperature, t->highest);
-            const u64_t upper = masses_of(half_of(v, 1), t->temperature, t->highest);
-            sums += lower + upper;
-            *(u64_t *)weights = lower;
-            *(u64_t *)(weights + LANES / 2) = upper;
-        } else total += (uint64_t)__builtin_popcount(counted);
-        uint32_t inside = by_key ? counted : counted & at_least(v, t->low);
-        if (!inside) continue;
-        uint32_t places[LANES] __attribute__((aligned(64)));
-        *(bits_t *)places = buckets_of(t, v, by_key);
-        if (inside == ALL_LANES) {
-#pragma GCC unroll 16
-            for (int lane = 0; lane < LANES; lane++) buckets[places[lane]] += by_mass ? weights[lane] : 1;
-        } else {
-            for (; inside; inside &= inside - 1) {
-                const int lane = __builtin_ctz(inside);
-                buckets[places[lane]] += by_mass ? weights[lane] : 1;
+            for (int j = 0; j < 2; j++) {
+                const bits_t there = (bits_t)(v[j] >= t->least);
+                v[j] = (lanes_t)(((bits_t)v[j] & there) | (~there & 0xff800000u));  // -inf has no mass
             }
+            u64_t *masses = (u64_t *)step->weights;
+            masses_of(v, t->temperature, t->highest, masses);
+            sums += (masses[0] + masses[1]) + (masses[2] + masses[3]);
+        } else total += (uint64_t)__builtin_popcount(counted);
+        const uint32_t inside = by_key ? counted : counted & pair_at_least(v, t->low);
+        if (!inside) continue;
+        for (int j = 0; j < 2; j++) {
+            bits_t place = buckets_of(t, v[j], by_key);
+            if (!by_key) {
+                const bits_t there = (bits_t)(v[j] >= t->low);
+                place = (place & there) | (outside_places(j) & ~there);
+            }
+            *(bits_t *)(step->places + j * LANES) = place;
         }
+        step->inside = inside;
+        turn ^= 1;
+        add_step(buckets, &steps[turn], by_mass, by_key);
     }
+    add_step(buckets, &steps[turn ^ 1], by_mass, by_key);
     for (int lane = 0; lane < LANES / 2; lane++) total += sums[lane];
     return total;
 }
@@ -198,17 +244,20 @@ INLINE uint64_t tally(const tokens_t *t, int64_t begin, int64_t end, uint64_t *b
 INLINE int64_t gather(const tokens_t *t, uint32_t bucket, float *values, uint32_t *ids, const int is_wide,
                       const int by_key) {
     int64_t count = 0;
-    for (int64_t i = 0; i < t->size; i += LANES) {
-        const lanes_t v = lanes_at(t->values, i, t->size, is_wide);
-        uint32_t chosen = at_least(v, t->least) & lanes_until(t->size - i);
-        if (!by_key && bucket == REST) chosen &= ~at_least(v, t->low);
+    for (int64_t i = 0; i < t->size; i += STEP) {
+        const lanes_t v[2] = {lanes_at(t->values, i, t->size, is_wide),
+                              lanes_at(t->values, i + LANES, t->size, is_wide)};
+        uint32_t chosen = pair_at_least(v, t->least) & first_of_step(t->size - i);
+        if (!by_key && bucket == REST) chosen &= ~pair_at_least(v, t->low);
         else {
-            if (!by_key) chosen &= at_least(v, t->low);
-            if (chosen) chosen &= equal_to(buckets_of(t, v, by_key), bucket);
+            if (!by_key) chosen &= pair_at_least(v, t->low);
+            if (chosen)
+                chosen &= equal_to(buckets_of(t, v[0], by_key), bucket) | equal_to(buckets_of(t, v[1], by_key), bucket)
+                                                                              << LANES;
         }
         if (!chosen) continue;
-        float copy[LANES] __attribute__((aligned(64)));
-        *(lanes_t *)copy = v;
+        float copy[STEP] __attribute__((aligned(64)));
+        for (int j = 0; j < 2; j++) *(lanes_t *)(copy + j * LANES) = v[j];
         for (; chosen; chosen &= chosen - 1) {
             const int lane = __builtin_ctz(chosen);
             values[count] = copy[lane];
@@ -226,10 +275,10 @@ typedef struct {
 
 static void tally_part(const void *arg, int part, int parts) {
     const tally_t *a = arg;
-    const int64_t blocks = (a->tokens->size + LANES - 1) / LANES;
-    const int64_t begin = blocks * part / parts * LANES;
-    const int64_t end = min64(blocks * (part + 1) / parts * LANES, a->tokens->size);
-    uint64_t *buckets = a->buckets + part * BUCKETS, *total = a->totals + part;
+    const int64_t steps = (a->tokens->size + STEP - 1) / STEP;
+    const int64_t begin = steps * part / parts * STEP;
+    const int64_t end = min64(steps * (part + 1) / parts * STEP, a->tokens->size);
+    uint64_t *buckets = a->buckets + part * ROOM, *total = a->totals + part;
     __builtin_memset(buckets, 0, BUCKETS * sizeof *buckets);
     if (a->is_wide) {
         if (a->by_mass) *total = tally(a->tokens, begin, end, buckets, 1, 1, 0);
@@ -307,18 +356,19 @@ static cut_t cut_at(const tokens_t *row, int is_wide, int by_mass, uint64_t *buc
         if (bucket == REST) bucket = (high - low) >> t.shift;
         count = gather(&t, bucket, values, ids, 1, 1);
     }
-    const u64_t masses = masses_of(values[0] - (half_t){0}, row->temperature, row->highest);
-    const uint64_t each = by_mass ? masses[0] : 1, missing = limit - before;
+    const uint64_t mass = mass_of(values[0], row->temperature, row->highest), each = by_mass ? mass : 1;
+    const uint64_t missing = limit - before;
     uint64_t kept = each ? missing / each + (missing % each > 0) : 1;
     if (kept > (uint64_t)count) kept = (uint64_t)count;
-    return (cut_t){values[0] + 0.0f, ids[kept - 1], kept, (uint64_t)count, masses[0]};
+    return (cut_t){values[0] + 0.0f, ids[kept - 1], kept, (uint64_t)count, mass};
 }
 
 // Sums up what the row's tokens weigh. Returns the buckets.
 static uint64_t *tally_row(tokens_t *row, const narrow_t *a, int by_mass, float low, uint64_t *total) {
     const int parts = parts_for(a->threads);
-    uint64_t *buckets = thread_scratch(SCRATCH_ROOM, (size_t)parts * (BUCKETS + 1) * sizeof *buckets);
-    uint64_t *totals = buckets + (int64_t)parts * BUCKETS;
+    uint64_t *buckets = thread_scratch(SCRATCH_ROOM, (size_t)parts * (ROOM + 1) * sizeof *buckets);
+    uint64_t *totals = buckets + (int64_t)parts * ROOM;
+    low = low > row->high - 1e38f ? low : row->high - 1e38f;  // where it lies is a guess; it must be finite
     row->low = low > row->least ? low : row->least;
     row->scale = BUCKETS / (row->high - row->low);
     const tally_t shared = {row, a->is_wide, by_mass, buckets, totals};
@@ -326,7 +376,7 @@ static uint64_t *tally_row(tokens_t *row, const narrow_t *a, int by_mass, float 
     *total = totals[0];
     for (int part = 1; part < parts; part++) {
         *total += totals[part];
-        for (int i = 0; i < BUCKETS; i++) buckets[i] += buckets[part * BUCKETS + i];
+        for (int i = 0; i < BUCKETS; i++) buckets[i] += buckets[part * ROOM + i];
     }
     return buckets;
 }
@@ -348,9 +398,14 @@ static void narrow_row(const narrow_t *a, int64_t i) {
         uint64_t total;
         if (is_cut) {
             row.least = least_reaching(log_min_p, best, temperature);
-            uint64_t *buckets = tally_row(&row, a, 0, best - TOP_K_RANGE, &total);
-            const uint64_t most = (uint64_t)max64(top_k, 1);
-            cut = cut_at(&row, a->is_wide, 0, buckets, most < total ? most : total);
+            uint64_t *buckets = NULL, limit = 0;
+            for (float range = TOP_K_RANGE; range < 1000; range *= 8) {
+                buckets = tally_row(&row, a, 0, best - range, &total);
+                limit = (uint64_t)min64(max64(top_k, 1), (int64_t)total);
+                uint64_t before = 0;
+                if (bucket_reaching(buckets, limit, &before) != REST) break;
+            }
+            cut = cut_at(&row, a->is_wide, 0, buckets, limit);
             row.least = cut.value;
         }
         if (top_p < 1) {

@@ -1,4 +1,4 @@
-// The largest of each row of logits, bfloat16 or float32, and the first place that has it.
+// The largest of each row of logits, bfloat16 or float32, and the first place that has it: -1 if it is not finite.
 
 typedef struct {
     const void *logits;
@@ -42,12 +42,8 @@ INLINE void largest_of_row(const void *row, int64_t size, float *value, int64_t 
         }
         has_nan |= v != v;
     }
-    if (has_nan) {
-        for (at = 0; logit_at(row, at, is_wide) == logit_at(row, at, is_wide);) at++;
-        largest = logit_at(row, at, is_wide);
-    }
-    *value = largest;
-    *id = at;
+    *value = has_nan ? __builtin_nanf("") : largest;
+    *id = *value - *value == 0 ? at : -1;
 }
 
 static void row_max_rows(const void *arg, int part, int parts) {
