@@ -413,7 +413,7 @@ def test_rejected_drafts_are_rolled_back(num_accepted):
 
 
 def test_a_started_step_counts_as_computed_and_its_token_as_unknown():
-    run = Run(max_num_batched_tokens=6)
+    run = Run(max_num_batched_tokens=6, max_num_seqs=2)
     seq = run.add(9, 4)
     first = run.scheduler.schedule()
     run.scheduler.depart(first)
@@ -438,10 +438,10 @@ def test_a_started_step_counts_as_computed_and_its_token_as_unknown():
 def test_blocks_are_published_when_their_tokens_are_known():
     run = Run()
     seq = run.add(7, 9)
-    for count in (1, 1, 2, 2):
+    for count in (1, 2, 2, 2, 2, 3):
         chunks = run.scheduler.schedule()
         run.scheduler.depart(chunks)
-        assert seq.num_published_blocks == count, "the eighth token is in a block when the step with it is started"
+        assert seq.num_published_blocks == count, "its last token has been read, and its step is started"
         run.scheduler.learn([seq], [next(run._fresh)])
 
 
