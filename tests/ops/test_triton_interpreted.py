@@ -16,24 +16,26 @@ from rorqual.ops.triton.launch import INTERPRETING
 REPOSITORY = Path(__file__).parents[2]
 
 
+_PRODUCTS = "linear or attention or experts"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(INTERPRETING, reason="this process interprets already")
-def test_kernels_equal_their_references_in_the_interpreter():
-    """Triton decides when a kernel is defined whether to interpret it, hence the process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "triton",
-        "tests/ops/test_parity.py",
-        "tests/ops/test_triton_linear.py",
-        "tests/ops/test_triton_attention.py",
-        "tests/ops/test_triton_moe.py",
-        "tests/ops/test_triton_decoder.py",
-    ]
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [
+        ("test_parity.py", f"triton and ({_PRODUCTS})"),
+        ("test_parity.py", f"triton and not ({_PRODUCTS})"),
+        ("test_triton_linear.py", "triton"),
+        ("test_triton_attention.py", "triton"),
+        ("test_triton_moe.py", "triton"),
+        ("test_triton_decoder.py", "triton"),
+    ],
+)
+def test_kernels_equal_their_references_in_the_interpreter(file, chosen):
+    """Triton decides when a kernel is defined whether to interpret it, hence processes of their own: several, which
+    can run at the same time."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, f"tests/ops/{file}"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
