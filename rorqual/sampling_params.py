@@ -152,6 +152,11 @@ class SamplingParams(StrictModel):
         return f"{sentence} ({hint})" if hint else sentence
 
     @property
+    def penalised(self) -> bool:
+        """Whether what was there before changes what may come."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW

@@ -44,9 +44,7 @@ class Answer:
         makes_text = self._detokenizer is not None and not self._text_at_end
         self.only_collects = not (seq.is_streamed or makes_text or params.logprobs is not None)
         """Whether a token that does not end it is only added to its ids: no text and no logprobs come of it."""
-        self.counts = bool(params.bad_words) or any(
-            (params.repetition_penalty != 1.0, params.frequency_penalty != 0.0, params.presence_penalty != 0.0)
-        )
+        self.counts = bool(params.bad_words) or params.penalised
         """Whether later draws depend on which tokens were kept."""
 
     @property

@@ -48,8 +48,6 @@ _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
 _OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "fused_experts")
 """Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
-_EVERY_DRAW: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
-"""Parameters whose draw takes all that a draw can take."""
 _TRIAL_BLOCKS = 16
 """Size of the cache that the largest step is measured with: no more than kernels want for their addresses."""
 
@@ -181,14 +179,6 @@ class ModelRunner:
             utilization=self._config.gpu_memory_utilization,
         )
 
-    def _draw_idly(self, logits: torch.Tensor, **options: Any) -> None:
-        """Draw from logits as a sequence with these SamplingParams does at its first token."""
-        sampler = Sampler(self.model.vocab_size)
-        params = SamplingParams(max_tokens=1, **options)
-        count = len(logits)
-        slots = [sampler.add(params, seed=row, prompt_token_ids=[0], end_token_ids=[]) for row in range(count)]
-        sampler.draw(logits, np.array(slots), np.ones(count, np.int64)).wait()
-
     def _fill(self, memory: DeviceMemory, plan: MemoryPlan) -> MemoryPlan:
         """Take what was planned for: the cache, the graphs, and what the largest step needs; the plan with the graphs
         as they have become."""
@@ -207,7 +197,12 @@ class ModelRunner:
         each, more = divmod(resolved.max_num_batched_tokens, count)
         lengths = [each] * (count - more) + [each + 1] * more
         logits = self.run(self._idle_batch(tuple(min(length, resolved.max_model_len) for length in lengths)))
-        self._draw_idly(logits, logprobs=self._config.max_logprobs, **_EVERY_DRAW)
+        sampler = Sampler(self.model.vocab_size)
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=self._config.max_logprobs, max_tokens=1
+        )
+        slots = [sampler.add(params, seed=row, prompt_token_ids=[0], end_token_ids=[]) for row in range(count)]
+        sampler.draw(logits, np.array(slots), np.ones(count, np.int64)).wait()
 
     def _graph_bytes(self, memory: DeviceMemory) -> int:
         """What the graphs will hold: the largest, whose memory they share, and the others' logits, which stay."""

@@ -90,9 +90,9 @@ class Drawn(NamedTuple):
     asked: _Logprobs | None = None
 
     @classmethod
-    def of(cls, shown: torch.Tensor, asked: _Logprobs | None = None) -> Drawn:
+    def of(cls, shown: torch.Tensor) -> Drawn:
         """What `draw_tokens` returned."""
-        return cls(shown.clamp(min=0), Download(shown), asked)
+        return cls(shown.clamp(min=0), Download(shown))
 
     def wait(self) -> SamplerOutput:
         """What was drawn, once the device is that far."""
@@ -153,9 +153,7 @@ class _Sequence:
         self.tail: deque[int] = deque(maxlen=max((len(word) - 1 for word in self.bad_words), default=0))
         self.uncounted: list[int] = []
         """Accepted tokens that were not drawn here."""
-        self.penalised = (
-            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        )
+        self.penalised = params.penalised
         self.tabled = (
             self.penalised or params.allowed_token_ids is not None or bool(params.logit_bias) or bool(self.banned_ids)
         )
@@ -266,7 +264,7 @@ class Sampler:
         chosen, more = self._parameters[slots], self._kinds[slots] & ~np.uint8(DRAWN)
         if more.any() and np.where(positions < chosen["masked_until"], more, more & ~np.uint8(ENDS_MASKED)).any():
             return None
-        return Draws(chosen["temperature"], row_keys(chosen["seed"], positions.astype(np.uint64)))
+        return _draws(chosen, positions)
 
     def draw(self, logits: torch.Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Drawn:
         """One token per row of logits [num_rows, vocab_size], any float dtype; the logits stay as they are.
@@ -278,17 +276,13 @@ class Sampler:
         kinds = self._kinds[slots]
         kind = int(np.bitwise_or.reduce(kinds))
         if not kind:
-            shown = draw_tokens(logits, None, None)
-            return Drawn.of(shown)
+            return Drawn.of(draw_tokens(logits, None, None))
         if kind & TABLED:
             self._give_table_rows(slots[(kinds & TABLED) > 0], logits.device)
         chosen = self._parameters[slots]
         host: dict[str, NDArray[Any]] = {}
         if kind & DRAWN:
-            host["temperature"], host["keys"] = (
-                chosen["temperature"],
-                row_keys(chosen["seed"], positions.astype(np.uint64)),
-            )
+            host |= _draws(chosen, positions)._asdict()
         if kind & NARROWED:
             host |= {name: chosen[name] for name in ("log_min_p", "top_k", "top_p")}
         if kind & TABLED:
@@ -405,6 +399,11 @@ class Sampler:
                 edited = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             edited.view(-1).index_fill_(0, there["masked"], -torch.inf)
         return edited
+
+
+def _draws(chosen: NDArray[Any], positions: NDArray[np.int64]) -> Draws:
+    """The draws at these positions, by rows of the parameter table."""
+    return Draws(chosen["temperature"], row_keys(chosen["seed"], positions.astype(np.uint64)))
 
 
 def draw_tokens(
