@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,18 +12,6 @@ from rorqual.batch import Batch, CacheView
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.sampler import Draws
 from rorqual.engine.transfer import StagedArrays, upload
-
-
-class _Views(NamedTuple):
-    """The first rows of every tensor."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    context_lens: torch.Tensor
-    caches: tuple[CacheView, ...]
-    logits_indices: torch.Tensor
-    query_lens: tuple[int, ...]
 
 
 class DecodeBuffer:
@@ -62,7 +50,8 @@ class DecodeBuffer:
         self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(max_num_seqs, device=device)
         self._row_numbers = np.arange(max_num_seqs)
-        self._views: dict[int, _Views] = {}
+        self._batches: dict[int, Batch] = {}
+        """By their number of rows, whose contexts the host is yet to say."""
         self.filled: Batch | None = None
         """The batch that the tensors hold now."""
         arrays = self._staging.arrays()
@@ -73,21 +62,22 @@ class DecodeBuffer:
 
     def batch(self, count: int, context_lens: tuple[int, ...]) -> Batch:
         """The first rows, whatever they hold, as a batch; context_lens are the host's."""
-        views = self._views.get(count)
-        if views is None:
-            views = self._views[count] = _Views(
-                self._input_ids[:count],
-                self._positions[:count],
-                self._offsets[: count + 1],
-                self._context_lens[:count],
-                tuple(
+        batch = self._batches.get(count)
+        if batch is None:
+            batch = self._batches[count] = Batch(
+                input_ids=self._input_ids[:count],
+                positions=self._positions[:count],
+                cu_seqlens_q=self._offsets[: count + 1],
+                context_lens=self._context_lens[:count],
+                caches=tuple(
                     CacheView(slots[:count], table[:count])
                     for slots, table in zip(self._slots, self._tables, strict=True)
                 ),
-                self._indices[:count],
-                (1,) * count,
+                logits_indices=self._indices[:count],
+                query_lens=(1,) * count,
+                context_lens_host=(),
             )
-        return Batch(*views, context_lens)
+        return replace(batch, context_lens_host=context_lens, scratch={})
 
     def fill(self, rows: DecodeRows, input_ids: torch.Tensor | None = None, draws: Draws | None = None) -> Batch:
         """A step's batch, valid until the next call.

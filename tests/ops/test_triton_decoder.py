@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -59,10 +60,7 @@ def heads(
     cache = make_caches(6, 4, kv_heads, dim, layout=layout, dtype=cache_dtype or dtype)
     view = CacheView(torch.tensor(slots, dtype=torch.int64, device=DEVICE), torch.zeros(1, 1, dtype=torch.int32))
     batch = make_batch([1] * len(slots), list(range(1, len(slots) + 1)), (view,))
-    batch = Batch(
-        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__ if name not in ("positions", "scratch")},
-        positions=batch.positions.to(DEVICE),
-    )
+    batch = dataclasses.replace(batch, positions=batch.positions.to(DEVICE))
     norm = {
         f"{name}_norm": Norm((1 + normal(dim, seed=seed, dtype=dtype) / 8).to(DEVICE), eps)
         for seed, (name, eps) in enumerate((("query", 1e-6), ("key", 1e-2)))
@@ -118,10 +116,7 @@ def test_a_token_is_the_same_alone_and_in_company():
     together = fused_heads.rotate_and_store_triton(qkv, batch, cache, **options)[2]
     view = CacheView(batch.caches[0].slot_mapping[2:3], batch.caches[0].block_tables)
     lone = make_batch([1], [3], (view,))
-    lone = Batch(
-        **{name: getattr(lone, name) for name in Batch.__dataclass_fields__ if name not in ("positions", "scratch")},
-        positions=batch.positions[2:3],
-    )
+    lone = dataclasses.replace(lone, positions=batch.positions[2:3])
     assert torch.equal(fused_heads.rotate_and_store_triton(one, lone, alone, **options)[0], together)
     assert torch.equal(alone.key[0, 0], cache.key[0, 0])
     assert torch.equal(alone.value[0, 0], cache.value[0, 0])
