@@ -67,7 +67,7 @@ def _estimated_noise(token_ids, key0, key1):
 
 
 @triton.jit
-def _kept(logit, column, columns, row, last_values, last_ids, LAST: tl.constexpr):
+def may_be_drawn(logit, column, columns, row, last_values, last_ids, LAST: tl.constexpr):
     """Which tokens of a row may be drawn."""
     there = column < columns
     if LAST:
@@ -90,7 +90,7 @@ def _estimate_kernel(logits, temperature, keys, last_values, last_ids, estimates
     if t > 0:  # else the best is taken
         key0, key1 = tl.load(keys + 2 * row).to(tl.uint32), tl.load(keys + 2 * row + 1).to(tl.uint32)
         scores = scores * tl.minimum(1.0 / t, 3e38).to(tl.float32) + _estimated_noise(column.to(tl.uint32), key0, key1)
-    kept = _kept(logit, column, columns, row, last_values, last_ids, LAST)
+    kept = may_be_drawn(logit, column, columns, row, last_values, last_ids, LAST)
     scores = tl.where(kept, tl.maximum(scores, -3e38), float("-inf"))
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
     tl.store(estimates + row * pieces + piece, tl.max(tl.reshape(scores, (PIECES, PIECE)), 1), mask=piece < pieces)
@@ -126,7 +126,7 @@ def _decide_kernel(logits, temperature, keys, last_values, last_ids, estimates, 
         scores = logit.to(tl.float64)
         if t > 0:
             scores = scores / t + _noise(column.to(tl.uint32), key0, key1)
-        there = _kept(logit, column, columns, row, last_values, last_ids, LAST)
+        there = may_be_drawn(logit, column, columns, row, last_values, last_ids, LAST)
         here, first = _best(tl.where(there, scores, float("-inf")), tl.where(there, column.to(tl.int64), _NOBODY))
         lowest = tl.where(here > most, first, lowest)  # pieces come in ascending order: among equals the first stays
         most = tl.maximum(most, here)

@@ -29,7 +29,7 @@ from rorqual.ops.sample import (
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton._interpreter import bound
 from rorqual.ops.triton.launch import refuses
-from rorqual.ops.triton.sample import row_max_triton
+from rorqual.ops.triton.sample import may_be_drawn, row_max_triton
 
 _PIECE = 2048
 """Tokens of a row that one program counts or collects."""
@@ -315,11 +315,9 @@ def _gather_kernel(logits, last_values, last_ids, keys, num_found, columns, logi
     wait_for_earlier_kernels()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
-    there = column < columns
     at = logits + row * logits_row + column.to(tl.int64) * logits_column
-    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-    last = tl.load(last_values + row)
-    kept = there & ((logit > last) | ((logit == last) & (column <= tl.load(last_ids + row))))
+    logit = tl.load(at, mask=column < columns, other=float("-inf")).to(tl.float32)
+    kept = may_be_drawn(logit, column, columns, row, last_values, last_ids, True)
     start = tl.atomic_add(num_found + row, tl.sum(kept.to(tl.int32), 0))
     place = start + tl.cumsum(kept.to(tl.int32), 0) - 1
     tl.store(keys + row * count + place, _keys(logit, column), mask=kept & (place < count))
