@@ -25,7 +25,7 @@ class Batch:
     """Chunks of several sequences laid end to end: no batch dimension, no padding.
 
     Sequence i owns the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which are the last ones of its context_lens[i]
-    tokens so far. Sequences with a single token come first, so that kernels may treat them together.
+    tokens so far. Tokens of answers come first, each as a sequence, so that kernels may treat them together.
     """
 
     input_ids: torch.Tensor
@@ -44,6 +44,9 @@ class Batch:
     """Chunk lengths on the host, so that nothing has to wait for the device to learn a shape."""
     context_lens_host: tuple[int, ...]
     """context_lens on the host."""
+    num_answer_tokens: int | None = None
+    """How many sequences, from the front, are a token of an answer each; None: all there that have one token. Where
+    kernels for them add up in another order than those for prompts, a prompt's last token must not be among them."""
     scratch: dict[Hashable, Any] = field(default_factory=dict)
     """What kernels worked out from the fields above, once for all layers."""
 
@@ -54,11 +57,10 @@ class Batch:
 
     @property
     def num_single_token_seqs(self) -> int:
-        """How many sequences, from the front, have one token."""
-        for i, length in enumerate(self.query_lens):
-            if length != 1:
-                return i
-        return len(self.query_lens)
+        """How many sequences, from the front, kernels may treat as one token of an answer each."""
+        if self.num_answer_tokens is not None:
+            return self.num_answer_tokens
+        return next((i for i, length in enumerate(self.query_lens) if length != 1), len(self.query_lens))
 
 
 def once(scratch: dict[Hashable, Any] | None, name: Hashable, make: Callable[[], T]) -> T:

@@ -49,52 +49,76 @@ def build_batch(
 ) -> BuiltBatch:
     """Lay chunks end to end. Waits for nothing on the device.
 
+    Tokens of an answer come first, each a sequence of its own in the batch, whether they are decoded, verified or
+    computed again after a preemption: so they are computed as they were the first time.
+
     Args:
-        chunks: single-token ones first, as the scheduler returns them; their sequences hold blocks for them.
+        chunks: their sequences hold blocks for them.
         wants_all_logits: per chunk, whether every token's logits are wanted (prompt_logprobs) or only those from the
             sequence's last known token on, which yield new ones.
         unread: where the tokens are that are not known yet, if there are any.
     """
-    stops = np.fromiter((stop for _, _, stop in chunks), np.int64, len(chunks))
-    lengths = stops - np.fromiter((start for _, start, _ in chunks), np.int64, len(chunks))
-    cu_seqlens = np.zeros(len(chunks) + 1, np.int64)
+    starts, stops, prompt_lens = (
+        np.fromiter(numbers, np.int64, len(chunks))
+        for numbers in (
+            (start for _, start, _ in chunks),
+            (stop for _, _, stop in chunks),
+            (seq.num_prompt_tokens for seq, _, _ in chunks),
+        )
+    )
+    middles = np.clip(prompt_lens, starts, stops)  # where a chunk's tokens of an answer begin
+    answers, prompts = stops - middles, middles - starts
+    num_answers, longer = int(answers.sum()), np.flatnonzero(prompts)
+    owner = np.repeat(np.tile(np.arange(len(chunks)), 2), np.concatenate((answers, prompts)))
+    answers_at = np.cumsum(answers) - answers - middles  # what to add to a position to have its place in the batch
+    prompts_at = num_answers + np.cumsum(prompts) - prompts - starts
+    index = np.arange(len(owner))
+    positions = index - np.where(index < num_answers, answers_at[owner], prompts_at[owner])
+    piece_owner = np.concatenate((owner[:num_answers], longer))
+    lengths = np.concatenate((np.ones(num_answers, np.int64), prompts[longer]))
+    context_lens = np.concatenate((positions[:num_answers] + 1, middles[longer]))
+    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    owner = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(cu_seqlens[-1]) + (stops - cu_seqlens[1:])[owner]
 
     rows = [
         range(start if all_rows else max(start, seq.num_tokens - 1), stop)
         for (seq, start, stop), all_rows in zip(chunks, wants_all_logits, strict=True)
     ]
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    # Rows of a chunk are its last ones.
-    row_ends = np.cumsum(counts)
-    wanted = np.arange(row_ends[-1]) + np.repeat(cu_seqlens[1:] - row_ends, counts)
+    of = np.repeat(np.arange(len(chunks)), counts)
+    wanted = np.arange(len(of)) + (stops - np.cumsum(counts))[of]  # rows of a chunk are its last tokens'
+    wanted += np.where(wanted < middles[of], prompts_at[of], answers_at[of])
 
     known_ids, *unread_at = _input_ids(chunks, unread)
+    in_chunks = (np.cumsum(stops - starts) - stops)[owner] + positions  # where the chunks' tokens end to end have each
+    known_ids = known_ids[in_chunks]
+    if unread_at:
+        unread_at[0] = np.argsort(in_chunks)[unread_at[0]]
     host: list[NDArray[np.int64] | NDArray[np.int32]] = [
         *unread_at,
         known_ids,
         positions,
         wanted,
-        cu_seqlens.astype(np.int32),
-        stops.astype(np.int32),
+        cu_seqlens,
+        context_lens.astype(np.int32),
     ]
     seqs = [seq for seq, _, _ in chunks]
     for group in range(len(seqs[0].block_tables)):
         tables = padded_block_tables(seqs, group)
-        host += [tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size, tables]
+        slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
+        host += [slots, tables[piece_owner]]
     there = upload(host, device)
-    ids, at, logits_indices, offsets, context_lens, *caches = there[len(unread_at) :]
+    ids, at, logits_indices, offsets, contexts, *caches = there[len(unread_at) :]
     batch = Batch(
         input_ids=unread.put(ids, there[: len(unread_at)]) if unread is not None else ids,
         positions=at,
         cu_seqlens_q=offsets,
-        context_lens=context_lens,
+        context_lens=contexts,
         caches=tuple(CacheView(*pair) for pair in zip(caches[::2], caches[1::2], strict=True)),
         logits_indices=logits_indices,
         query_lens=tuple(lengths.tolist()),
-        context_lens_host=tuple(stops.tolist()),
+        context_lens_host=tuple(context_lens.tolist()),
+        num_answer_tokens=num_answers,
     )
     return BuiltBatch(batch, rows)
 

@@ -296,7 +296,7 @@ class Engine:
             batch, wanted = build_batch(
                 chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device, unread=unread
             )
-        num_prompt_tokens = sum(length for length in batch.query_lens if length > 1)
+        num_prompt_tokens = batch.num_tokens - batch.num_single_token_seqs
         self._pacing.start(num_prompt_tokens)
         with self.stats.stage("forward"):
             hidden = self._runner.hidden_states(batch)

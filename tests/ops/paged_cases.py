@@ -125,9 +125,12 @@ def _native(query_lens: Sequence[int], context_lens: Sequence[int], **options: A
     return attention_case(query_lens, context_lens, **(shape | options))
 
 
+_CHUNKS = ([1, 40, 150, 7], [300, 40, 290, 130])
+_HOPPER = {"head_dim": 128, "block_size": 16, "heads": 8, "kv_heads": 2, "dtype": torch.bfloat16, "strided": True}
 _LONG = ([1, 1, 40, 300, 7], [600, 17, 40, 1200, 1030])
 
 CAPPED_OR_SUNK_CASES: dict[str, Any] = {
+    "chunks_on_hopper_soft_cap_and_sinks": lambda: attention_case(*_CHUNKS, **_HOPPER, soft_cap=2.0, sinks=True),
     "mixed_soft_cap": lambda: attention_case(*_MIXED, soft_cap=1.5),
     "mixed_soft_cap_far_below_scores": lambda: attention_case(*_MIXED, soft_cap=0.5, scale=100.0),
     "mixed_sinks": lambda: attention_case(*_MIXED, sinks=True),

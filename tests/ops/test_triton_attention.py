@@ -23,10 +23,17 @@ DEVICE = "cpu" if INTERPRETING else "cuda"
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": torch.bfloat16, "layout": "heads"}
 
 
-def run(case: PagedCase, first: int, last: int, query_lens: list[int], context_lens: list[int]) -> torch.Tensor:
+def run(
+    case: PagedCase,
+    first: int,
+    last: int,
+    query_lens: list[int],
+    context_lens: list[int],
+    num_answer_tokens: int | None = None,
+) -> torch.Tensor:
     """Sequences first .. last of a case as a batch of their own, with other chunks of the same tokens."""
     start = sum(case.batch.query_lens[:first])
-    batch = make_batch(query_lens, context_lens)
+    batch = dataclasses.replace(make_batch(query_lens, context_lens), num_answer_tokens=num_answer_tokens)
     moved = {name: getattr(batch, name).to(DEVICE) for name in ("cu_seqlens_q", "context_lens", "positions")}
     return paged_attention(
         case.query[start : start + sum(query_lens)].to(DEVICE),
@@ -51,17 +58,28 @@ def test_a_single_token_is_the_same_alone_and_in_company(
     assert torch.equal(run(case, 0, 5, [1] * 5, contexts), together)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 150}, {"sinks": True, "soft_cap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 150}, {"sinks": True, "soft_cap": 2.0}, {"head_dim": 128}, {"head_dim": 128, "heads": 2}]
+)
 def test_a_chunk_is_the_same_in_pieces(options: dict[str, Any]) -> None:
-    case = attention_case([300], [420], **options, **SHAPE)
+    case = attention_case([300], [420], **(SHAPE | options))
     whole = run(case, 0, 1, [300], [420])
-    for pieces in ([150, 150], [37, 200, 63], [2, 298]):
+    for pieces in ([150, 150], [37, 200, 63], [2, 298], [299, 1]):
         done, found = 0, []
         for length in pieces:
             part = case._replace(query=case.query[done : done + length], batch=make_batch([length], [420]))
             done += length
-            found.append(run(part, 0, 1, [length], [120 + done]))
+            found.append(run(part, 0, 1, [length], [120 + done], num_answer_tokens=0))
         assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": 2}, {"block_size": 64, "head_dim": 64}, {"block_size": 128}])
+def test_chunks_of_wide_heads_equal_the_reference(options: dict[str, Any]) -> None:
+    """Shapes for which Hopper has a kernel of its own, with NaN behind every context."""
+    lengths, contexts = [1, 40, 150, 7], [300, 40, 290, 130]
+    case = attention_case(lengths, contexts, strided=True, **(SHAPE | {"head_dim": 128} | options))
+    want = paged_attention.reference(*case.args, **case.options)
+    torch.testing.assert_close(run(case, 0, 4, lengths, contexts).cpu(), want, rtol=2**-6, atol=2e-2)
 
 
 def test_one_sink_far_above_all_scores_leaves_nothing_and_one_far_below_changes_nothing() -> None:

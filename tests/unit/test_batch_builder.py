@@ -59,3 +59,38 @@ def test_unread_tokens_are_put_in_where_they_belong() -> None:
     assert rows == [range(5, 6), range(6, 7), range(6, 7), range(5, 5)]
     assert input_ids_of(chunks[:3], unread, cpu).tolist() == [10, 93, 91]
     assert input_ids_of(chunks[:1], unread, cpu).tolist() == [10]
+
+
+def test_tokens_of_answers_are_sequences_of_their_own() -> None:
+    """A decoded token, a preempted sequence that comes back, one with a draft, and the last token of a prompt."""
+    decoded, back, drafted, last = (Sequence(i, [10 * i + j for j in range(7)], 4, 20) for i in range(4))
+    for seq in (decoded, back, drafted, last):
+        seq.block_tables = [array("i", [2 * seq.seq_id, 2 * seq.seq_id + 1])]
+    last.num_prompt_tokens = 7
+    drafted.draft_token_ids = [99]
+    chunks = [Chunk(decoded, 6, 7), Chunk(drafted, 6, 8), Chunk(last, 6, 7), Chunk(back, 2, 7)]
+    built = build_batch(chunks, [False, False, False, True], block_size=4, device=torch.device("cpu"))
+    batch = built.batch
+    assert batch.query_lens == (1, 1, 1, 1, 1, 1, 1, 2)
+    assert batch.context_lens_host == (7, 7, 8, 5, 6, 7, 7, 4)
+    assert batch.num_single_token_seqs == 6  # not the last token of a prompt
+    assert batch.input_ids.tolist() == [6, 26, 99, 14, 15, 16, 36, 12, 13]
+    assert batch.positions.tolist() == [6, 6, 7, 4, 5, 6, 6, 2, 3]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    assert batch.caches[0].slot_mapping.tolist() == [6, 22, 23, 12, 13, 14, 30, 10, 11]
+    assert batch.caches[0].block_tables.tolist() == [[0, 1], [4, 5], [4, 5], *[[2, 3]] * 3, [6, 7], [2, 3]]
+    assert built.rows == [range(6, 7), range(6, 8), range(6, 7), range(2, 7)]
+    assert batch.logits_indices.tolist() == [0, 1, 2, 6, 7, 8, 3, 4, 5]
+
+
+def test_an_unread_token_behind_a_prompt_stays_at_its_place() -> None:
+    fresh, ahead = (Sequence(i, [10 + i] * 6, 6, 20) for i in range(2))
+    ahead.num_unknown_tokens = 1
+    for seq in (fresh, ahead):
+        seq.block_tables = [array("i", [2 * seq.seq_id, 2 * seq.seq_id + 1])]
+    chunks = [Chunk(fresh, 0, 3), Chunk(ahead, 6, 7)]
+    batch, _ = build_batch(
+        chunks, [False] * 2, block_size=4, device=torch.device("cpu"), unread=Unread(torch.tensor([91]), {ahead: 0})
+    )
+    assert batch.input_ids.tolist() == [91, 10, 10, 10]
+    assert batch.logits_indices.tolist() == [0]

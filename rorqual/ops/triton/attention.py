@@ -15,6 +15,7 @@ from rorqual.ops.attention import paged_attention
 from rorqual.ops.store_kvcache import KVCache, allocate_kvcache
 from rorqual.ops.triton._attention_kernel import chunk_kernel, single_token_kernel
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
+from rorqual.ops.triton._hopper_attention import HOPPER_TILE, attend_chunks, takes_chunks
 from rorqual.ops.triton._linear_launch import arrivals
 from rorqual.ops.triton.launch import DEVICE, refuses
 
@@ -116,6 +117,17 @@ def paged_attention_triton(
     caches = (key_cache, value_cache, block_tables, batch.context_lens)
     sinks = query if sinks is None else sinks  # an address that nobody reads
     singles = batch.num_single_token_seqs
+    if singles < len(batch.query_lens):
+        on_hopper = takes_chunks(query, key_cache, value_cache, scale=scale, sliding_window=sliding_window)
+        tile = HOPPER_TILE if on_hopper else _chunk_tile(block_d, compute.itemsize, group)
+        queries = tile["BM"] // group
+        tiles = once(batch.scratch, ("paged_attention", "tiles", queries), lambda: _tiles(batch, queries, query.device))
+        if on_hopper:
+            attend_chunks(query, *caches, sinks, batch.cu_seqlens_q, tiles, out, *numbers[:2], constants)
+        else:
+            chunk_kernel[(len(tiles), num_kv_heads)](
+                query, *caches, sinks, batch.cu_seqlens_q, tiles, out, *steps, *numbers, **tile, **constants
+            )
     if singles:
         most_spans = -(-max(batch.context_lens_host[:singles]) // SPAN)
         splits = max(1, min(most_spans, -(-_PROGRAMS // (singles * num_kv_heads))))
@@ -143,13 +155,6 @@ def paged_attention_triton(
             SPLIT=splits > 1,
             **_single_tile(block_d, compute.itemsize),
             **constants,
-        )
-    if singles < len(batch.query_lens):
-        tile = _chunk_tile(block_d, compute.itemsize, group)
-        queries = tile["BM"] // group
-        tiles = once(batch.scratch, ("paged_attention", "tiles", queries), lambda: _tiles(batch, queries, query.device))
-        chunk_kernel[(len(tiles), num_kv_heads)](
-            query, *caches, sinks, batch.cu_seqlens_q, tiles, out, *steps, *numbers, **tile, **constants
         )
     return out
 

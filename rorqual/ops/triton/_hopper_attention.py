@@ -1,0 +1,108 @@
+"""Launch of Hopper's attention kernel for chunks; Gluon, which it is written in, is imported where it is used."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from rorqual.ops.triton.launch import INTERPRETING
+
+HOPPER_TILE = {"BM": 128, "BN": 128, "STAGES": 2, "num_warps": 4}
+BOX_COLUMNS = 64
+"""Columns that one TMA copy writes: 128 bytes, which its swizzle is made of."""
+
+
+def takes_chunks(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> bool:
+    """Whether the kernel is for these; arguments as in `paged_attention`.
+
+    It does not depend on the batch but on what is the same for all of a layer, as its sums are not those of other
+    kernels to the bit.
+    """
+    (block_size, num_kv_heads), (num_heads, dims) = key_cache.shape[1:3], query.shape[1:]
+    return (
+        query.dtype == key_cache.dtype == torch.bfloat16
+        and dims in (64, 128)
+        and _is_power_of_two(num_heads // num_kv_heads)
+        and _is_power_of_two(block_size)
+        and 8 <= block_size <= HOPPER_TILE["BN"]
+        and scale > 0
+        and sliding_window is None
+        and all(cache.transpose(1, 2).is_contiguous() for cache in (key_cache, value_cache))
+        and _is_hopper(query.device)
+    )
+
+
+def attend_chunks(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    sinks: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    cap: float,
+    constants: dict[str, Any],
+) -> None:
+    """Fill `out` for the tiles, int32 [num_tiles, 2]. constants: those of `chunk_kernel`, of which it takes its own."""
+    from rorqual.ops.triton._hopper_attention_kernel import hopper_chunk_kernel
+
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    hopper_chunk_kernel[(min(len(tiles) * num_kv_heads, _num_multiprocessors(query.device)),)](
+        query,
+        _rows(key_cache),
+        _rows(value_cache),
+        block_tables,
+        context_lens,
+        sinks,
+        cu_seqlens,
+        tiles,
+        out,
+        len(tiles),
+        num_kv_heads,
+        *query.stride()[:2],
+        block_tables.stride(0),
+        out.stride(0),
+        scale,
+        cap,
+        BLOCK_SIZE=block_size,
+        **{name: constants[name] for name in ("GROUP", "D", "CAPPED", "SINKS")},
+        **HOPPER_TILE,
+    )
+
+
+def _rows(cache: torch.Tensor) -> Any:
+    """A cache [num_blocks, block_size, num_kv_heads, head_dim] as rows: a head's of a block, then the next head's."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows = cache.transpose(1, 2).view(-1, cache.shape[3])
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [cache.shape[1], BOX_COLUMNS], layout)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return not INTERPRETING and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
