@@ -142,6 +142,27 @@ def test_triton_a_token_gets_the_same_alone_and_from_every_tile(tiles, monkeypat
     assert torch.equal(some, together[company])
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "count", "top_k", "hidden", "inner"),
+    [(40, 3, 2, 128, 192), (9, 4, 1, 64, 64)]
+    if INTERPRETING
+    else [(700, 3, 2, 320, 192), (3000, 5, 1, 64, 64), (900, 128, 8, 512, 128), (2500, 7, 3, 576, 256)],
+)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_triton_specialised_warps_give_the_bits_of_every_tile(num_tokens, count, top_k, hidden, inner, uneven):
+    """Where the kernel cannot be, other tiles stand in for it."""
+    x, weights = inputs(num_tokens, hidden), experts(count, hidden, inner)
+    chosen = routing(num_tokens, count, top_k)
+    if uneven:
+        chosen.expert_ids[: num_tokens // 2] = torch.arange(count - top_k, count, device=DEVICE)
+    plan = moe._plan_of(weights)
+    hopper = not INTERPRETING and torch.cuda.get_device_capability() == (9, 0)
+    assert moe._hopper_experts.takes_product(x, plan.gate_up) is hopper
+    got = moe.multiply_experts(x, plan.gate_up, plan.down, chosen, moe.SPECIALIZED)
+    for most in (4, 128):
+        assert torch.equal(got, moe.multiply_experts(x, plan.gate_up, plan.down, chosen, moe.TILES[most]))
+
+
 def test_triton_an_id_that_is_no_experts_spoils_its_own_token_only():
     x, weights, chosen = inputs(7), experts(), routing(7)
     want = run(x, weights, chosen)
@@ -190,13 +211,17 @@ def cover(table: torch.Tensor) -> list[tuple[int, int, int]]:
     return needed
 
 
-@pytest.mark.parametrize("chunks", [(128,), moe._CHUNKS])
+@pytest.mark.parametrize(("chunks", "together"), [((128,), 1), ((128,), 4), (moe._CHUNKS, 1)])
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize(
-    ("num_tokens", "count", "top_k"), [(2, 4, 2), (33, 7, 3), (150, 16, 4), (30, 140, 5), (64, 3, 3), (50, 1, 1)]
+    ("num_tokens", "count", "top_k"),
+    [(2, 4, 2), (33, 7, 3), (150, 6, 3), (150, 16, 4), (30, 140, 5), (64, 3, 3), (50, 1, 1)],
 )
-def test_triton_order_is_stable_by_expert_and_tiles_cover_it(num_tokens, count, top_k, block_m, chunks, monkeypatch):
+def test_triton_order_is_stable_by_expert_and_tiles_cover_it(
+    num_tokens, count, top_k, block_m, chunks, together, monkeypatch
+):
     monkeypatch.setattr(moe, "_CHUNKS", chunks)
+    monkeypatch.setattr(moe, "_EXPERTS_TOGETHER", together)
     ids = normal(num_tokens, count, seed=5).argsort(1)[:, :top_k]
     if count > 2:
         ids[ids == 1] = 2  # nobody chooses it

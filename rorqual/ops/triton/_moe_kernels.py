@@ -100,15 +100,16 @@ def place_kernel(
     CHUNK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """One expert's pairs of one chunk to their places in `order` int32 [num_pairs]; the first chunk's program also
-    writes the expert's tiles.
+    """The pairs that TOGETHER experts (up to 4) have in one chunk to their places in `order` int32 [num_pairs]; the
+    first chunks' programs also write the experts' tiles.
 
     tiles int32 [3, max_tiles]: expert, first row and last row + 1; the expert of tiles that are not needed is -1.
     counts is `count_kernel`'s, and not read if there is one chunk only. Where an id is no expert, rows are left over.
     """
     wait_for_earlier_kernels()
-    expert, chunk = tl.program_id(0), tl.program_id(1)
+    expert, chunk = tl.program_id(0) * TOGETHER, tl.program_id(1)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     ids, known = _experts_of(expert_ids, pair, num_pairs, num_experts)
     bins = tl.arange(0, BINS)
@@ -117,29 +118,46 @@ def place_kernel(
         at = counts + chunks[:, None] * BINS + bins[None, :]
         table = tl.load(at, mask=(chunks < num_chunks)[:, None] & (bins >= 0)[None, :], other=0)
         total = tl.sum(table, 0)
-        earlier = tl.sum(tl.load(counts + chunks * BINS + expert, mask=chunks < chunk, other=0), 0)
     else:
         total = tl.histogram(tl.where(known, ids, 0), BINS, mask=known)
-        earlier = 0
+    which = ids - expert
+    mine = known & (which >= 0) & (which < TOGETHER)
+    if TOGETHER == 1:
+        place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    else:  # four counts of 16 bits in one number
+        shift = tl.where(mine, which, 0).to(tl.int64) * 16
+        one = tl.where(mine, 1, 0).to(tl.int64) << shift
+        place = ((tl.cumsum(one, 0) >> shift) & 0xFFFF).to(tl.int32) - 1
+    for i in tl.static_range(TOGETHER):
+        first = tl.sum(tl.where(bins < expert + i, total, 0), 0)
+        if COUNTED:
+            at = counts + chunks * BINS + expert + i
+            first += tl.sum(tl.load(at, mask=(chunks < chunk) & (expert + i < BINS), other=0), 0)
+        place += tl.where(which == i, first, 0)
+    tl.store(order + place, pair, mask=mine)
+    for i in tl.static_range(TOGETHER):
+        if chunk == i % num_chunks:
+            _write_tiles(tiles, total, bins, expert + i, num_experts, max_tiles, BLOCK_M)
+
+
+@triton.jit
+def _write_tiles(tiles, total, bins, expert, num_experts, max_tiles, BLOCK_M: tl.constexpr):
+    """An expert's tiles, of experts with `total` pairs; behind the last expert's, those that are not needed."""
     first = tl.sum(tl.where(bins < expert, total, 0), 0)
-    mine = ids == expert
-    place = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order + first + earlier + place, pair, mask=mine)
-    if chunk == 0:
-        count = tl.sum(tl.where(bins == expert, total, 0), 0)
-        needed = (total + BLOCK_M - 1) // BLOCK_M
-        start = tl.sum(tl.where(bins < expert, needed, 0), 0)
-        own = (count + BLOCK_M - 1) // BLOCK_M
-        few = tl.arange(0, _FEW)
-        for i in range(0, bound(own), _FEW):
-            tile, here = i + few, i + few < own
-            row = first + tile * BLOCK_M
-            tl.store(tiles + start + tile, tl.zeros((_FEW,), tl.int32) + expert, mask=here)
-            tl.store(tiles + max_tiles + start + tile, row, mask=here)
-            tl.store(tiles + 2 * max_tiles + start + tile, tl.minimum(row + BLOCK_M, first + count), mask=here)
-        if expert == num_experts - 1:
-            for i in range(bound(start + own), bound(max_tiles), _FEW):
-                tl.store(tiles + i + few, tl.zeros((_FEW,), tl.int32) - 1, mask=i + few < max_tiles)
+    count = tl.sum(tl.where(bins == expert, total, 0), 0)
+    needed = (total + BLOCK_M - 1) // BLOCK_M
+    start = tl.sum(tl.where(bins < expert, needed, 0), 0)
+    own = (count + BLOCK_M - 1) // BLOCK_M
+    few = tl.arange(0, _FEW)
+    for i in range(0, bound(own), _FEW):
+        tile, here = i + few, i + few < own
+        row = first + tile * BLOCK_M
+        tl.store(tiles + start + tile, tl.zeros((_FEW,), tl.int32) + expert, mask=here)
+        tl.store(tiles + max_tiles + start + tile, row, mask=here)
+        tl.store(tiles + 2 * max_tiles + start + tile, tl.minimum(row + BLOCK_M, first + count), mask=here)
+    if expert == num_experts - 1:
+        for i in range(bound(start + own), bound(max_tiles), _FEW):
+            tl.store(tiles + i + few, tl.zeros((_FEW,), tl.int32) - 1, mask=i + few < max_tiles)
 
 
 @triton.jit

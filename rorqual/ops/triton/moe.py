@@ -17,7 +17,7 @@ import torch
 
 from rorqual.ops.linear import Weight
 from rorqual.ops.moe import ExpertWeights, Routing, allocate_experts, fused_experts, route_softmax
-from rorqual.ops.triton import _moe_kernels
+from rorqual.ops.triton import _hopper_experts, _moe_kernels
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton.launch import DEVICE, available, refuses
 
@@ -26,6 +26,8 @@ _MOST_EXPERTS = 1024
 _CHUNKS = (128, 512, 2048, 4096)
 """Pairs that a program orders; few sizes, as each is compiled. Up to the last, one launch does."""
 _FEW_CHUNKS = 16
+_EXPERTS_TOGETHER = 1
+"""Experts, up to 4, whose pairs one program places where there are several chunks: it reads its chunk's ids once."""
 
 
 class ExpertTile(NamedTuple):
@@ -38,6 +40,9 @@ class ExpertTile(NamedTuple):
     stages: int
     weight_first: bool = True
     """Whether the weight is the tensor cores' first operand, which has 64 rows; the second may have 8."""
+    specialized: bool = False
+    """Whether some warps copy and others multiply (`_hopper_experts`), where that can be; elsewhere `_UNSPECIALIZED`
+    takes its place. Has 128 rows and 256 lines; the warps are the kernel's."""
 
 
 class ExpertTiles(NamedTuple):
@@ -56,6 +61,9 @@ TILES: dict[int, ExpertTiles] = {
 }
 """The most rows per expert, on average, that tiles are taken for; the last are for all above. An expert may well have
 twice the average, and each tile reads the weight."""
+SPECIALIZED = ExpertTiles(ExpertTile(128, 256, 12, 4, False, True), ExpertTile(128, 256, 12, 4, False, True))
+"""For prompts, bfloat16, on Hopper; an entry of TILES for more than 128 rows makes them used."""
+_UNSPECIALIZED = ExpertTile(128, 128, 8, 3)
 _FLOAT32 = ExpertTiles(ExpertTile(16, 64, 4, 2), ExpertTile(16, 64, 4, 2))
 """For tests mostly: exact products, without tensor cores."""
 _PROGRAMS = 240
@@ -264,7 +272,8 @@ def _order(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[to
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=device)
         _moe_kernels.count_kernel[(chunks,)](expert_ids, counts, num_pairs, num_experts, **options)
-    _moe_kernels.place_kernel[num_experts, chunks](
+    together = _EXPERTS_TOGETHER if chunks > 1 else 1
+    _moe_kernels.place_kernel[-(-num_experts // together), chunks](
         expert_ids,
         counts,
         order,
@@ -276,6 +285,7 @@ def _order(expert_ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[to
         COUNTED=chunks > 1,
         PADDED_CHUNKS=max(_FEW_CHUNKS, _power_of_two(chunks)),
         BLOCK_M=block_m,
+        TOGETHER=together,
         **options,
     )
     return order, tiles
@@ -293,6 +303,11 @@ def _multiply(
     gated: bool,
 ) -> None:
     """One product of `experts_kernel`; without an order, of one token, whose ids the table is."""
+    if tile.specialized:
+        if order is not None and _hopper_experts.takes_product(x, w):
+            _hopper_experts.multiply(x, w, out, order, table, top_k, tile.stages, gated=gated)
+            return
+        tile = _UNSPECIALIZED
     (num_pairs, features), columns = out.shape, w.shape[2]
     max_tiles = num_pairs if order is None else table.shape[1]
     together = _features_together(tile.block_n // 2 if gated else tile.block_n, features, max_tiles)
