@@ -56,6 +56,11 @@ class Batch:
         return self.input_ids.shape[0]
 
     @property
+    def wants_all_in_order(self) -> bool:
+        """Whether logits are wanted of every token, in the batch's order; False where that cannot be said."""
+        return self.num_answer_tokens is None and len(self.logits_indices) == self.num_tokens
+
+    @property
     def num_single_token_seqs(self) -> int:
         """How many sequences, from the front, kernels may treat as one token of an answer each."""
         if self.num_answer_tokens is not None:

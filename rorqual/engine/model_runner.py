@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -31,6 +32,7 @@ from rorqual.engine.memory import (
     plan_memory,
     told_when_full,
 )
+from rorqual.engine.prompt_graphs import PromptGraphs, prompt_sizes
 from rorqual.engine.resolved_config import resolve
 from rorqual.engine.sampler import Sampler, draw_tokens
 from rorqual.layers.decoder import Placement
@@ -48,6 +50,8 @@ _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
 _OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "fused_experts")
 """Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
+_FAR_LONGER = 2
+"""How many times a step's launches must fit in it to be hidden for sure."""
 _TRIAL_BLOCKS = 16
 """Size of the cache that the largest step is measured with: no more than kernels want for their addresses."""
 
@@ -66,6 +70,8 @@ class ModelRunner:
         self._on_gpu = on_gpu = resolved.device.type == "cuda"
         self._uses_graphs = on_gpu and not config.enforce_eager
         self._graphs: DecodeGraphs | None = None
+        self._prompt_sizes: list[int] = []
+        self._prompt_graphs: PromptGraphs | None = None
         self._memory = CudaMemory() if memory is None and on_gpu else memory
         self._readings: list[Reading] = []
         """Before and after loading."""
@@ -167,6 +173,7 @@ class ModelRunner:
         """What runs beside the cache needs, seen on a trial cache."""
         self.run(self._idle_batch((1, 2)))  # compiles what is compiled, beside which nothing else should count
         activations = memory.peak_of(self._largest_step)
+        self._prompt_sizes = self._sizes_bound_by_launches() if self._uses_graphs else []
         graphs = self._graph_bytes(memory)
         del self.kv
         start, loaded = self._readings
@@ -186,6 +193,7 @@ class ModelRunner:
         if self._uses_graphs:
             before = memory.read()
             self._graphs = self._capture(graph_sizes(self.resolved.max_num_seqs), progress=self._progress)
+            self._prompt_graphs = self._capture_prompts(self._prompt_sizes, progress=self._progress)
             plan = plan.with_graphs(before.free - memory.read().free)
         self._largest_step()  # what it needs stays in reserve from now on, whatever others take
         return plan
@@ -205,12 +213,15 @@ class ModelRunner:
         sampler.draw(logits, np.array(slots), np.ones(count, np.int64)).wait()
 
     def _graph_bytes(self, memory: DeviceMemory) -> int:
-        """What the graphs will hold: the largest, whose memory they share, and the others' logits, which stay."""
+        """What graphs will hold: the largest of both kinds, whose memory the others share, and logits, which stay."""
         if not self._uses_graphs:
             return 0
         *others, largest = graph_sizes(self.resolved.max_num_seqs)
         before = memory.read()
-        graphs = self._capture([largest], progress=False)
+        graphs = (
+            self._capture([largest], progress=False),
+            self._capture_prompts(self._prompt_sizes[-1:], progress=False),
+        )
         held = before.free - memory.read().free
         del graphs
         return max(0, held) + sum(others) * self.model.vocab_size * self.resolved.dtype.itemsize
@@ -223,6 +234,37 @@ class ModelRunner:
             sizes=sizes,
             progress=progress,
         )
+
+    def _capture_prompts(self, sizes: Sequence[int], *, progress: bool) -> PromptGraphs:
+        return PromptGraphs(
+            lambda batch: self.model(batch, self.kv),
+            sizes=sizes,
+            num_groups=len(self.resolved.groups),
+            device=self.resolved.device,
+            progress=progress,
+        )
+
+    def _sizes_bound_by_launches(self) -> list[int]:
+        """Sizes of steps with prompts to record: up to one that takes the device far longer than launching it the host.
+
+        From there on a graph would gain nothing, and its padding would cost.
+        """
+        found: list[int] = []
+        for size in prompt_sizes(self.resolved.max_num_batched_tokens):
+            found.append(size)
+            longest = self.resolved.max_model_len
+            lengths = [longest] * (size // longest) + [size % longest] * (size % longest > 0)
+            batch = self._idle_batch(tuple(lengths))
+            for _ in range(2):  # the first one compiles
+                torch.cuda.synchronize(self.resolved.device)
+                start = time.perf_counter()
+                self.model(batch, self.kv)
+                launched = time.perf_counter() - start
+                torch.cuda.synchronize(self.resolved.device)
+                done = time.perf_counter() - start
+            if done > _FAR_LONGER * launched:
+                break
+        return found
 
     def memory_summary(self) -> str | None:
         """One line on where a GPU's memory went; None on a CPU."""
@@ -266,8 +308,10 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the rows whose logits are wanted [num_rows, size]."""
-        hidden: torch.Tensor = self.model(batch, self.kv)
-        if len(batch.logits_indices) != batch.num_tokens:
+        hidden = self._prompt_graphs.run(batch) if self._prompt_graphs is not None else None
+        if hidden is None:
+            hidden = self.model(batch, self.kv)
+        if not batch.wants_all_in_order:
             hidden = hidden.index_select(0, batch.logits_indices)
         return hidden
 

@@ -21,6 +21,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v for every token, over the keys of its own sequence up to and including itself.
 
@@ -29,7 +30,8 @@ def paged_attention(
     num_kv_heads). With a sliding window a query sees the last `sliding_window` keys, itself included. A soft cap (> 0)
     makes soft_cap * tanh(score / soft_cap) of each score. Sinks, float32 [num_heads], are one more score for each query
     of a head, neither scaled, capped nor hidden, that takes its share of the softmax and adds no value. Scores and
-    softmax in float32, of the numbers that the caches hold in their own dtype. Returns query's shape and dtype.
+    softmax in float32, of the numbers that the caches hold in their own dtype. Returns query's shape and dtype, in the
+    contiguous `out` if one is given.
     """
     num_heads, num_kv_heads, block_size = query.shape[1], key_cache.shape[2], key_cache.shape[1]
     outputs = []
@@ -57,4 +59,5 @@ def paged_attention(
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(chunk), 1)), dim=-1)
         weights = scores.softmax(-1)[..., : context - start]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
-    return torch.cat(outputs).to(query.dtype)
+    found = torch.cat(outputs).to(query.dtype)
+    return found if out is None else out.copy_(found)

@@ -9,6 +9,7 @@ import torch
 
 from rorqual import SamplingParams
 from rorqual.engine.cuda_graphs import graph_sizes
+from rorqual.engine.prompt_graphs import prompt_sizes
 from tests.engine.engines import tiny_llm
 
 
@@ -22,8 +23,19 @@ def test_graph_sizes_end_with_the_most_sequences() -> None:
         assert sizes[-1] == most
 
 
+def test_prompt_sizes_end_with_the_largest_step_and_lie_close_enough() -> None:
+    assert prompt_sizes(16) == [16]
+    assert prompt_sizes(100) == [16, 32, 64, 100]
+    for most in (17, 1024, 1100, 8192, 16384):
+        sizes = prompt_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+        assert all(b <= 4 / 3 * a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 1024)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "mistral_window", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_steps_ahead_do_not_change_tokens(model: str, dtype: str) -> None:
     draw = random.Random(5)
@@ -38,7 +50,7 @@ def test_graphs_and_steps_ahead_do_not_change_tokens(model: str, dtype: str) -> 
         options = {"num_kv_blocks": 40, "enforce_eager": eager, "async_scheduling": ahead}
         with tiny_llm(model, device="cuda", dtype=dtype, **options) as llm:
             graphs = llm.engine._runner._graphs
-            assert (graphs is None) == eager
+            assert (graphs is None) == (llm.engine._runner._prompt_graphs is None) == eager
             answers.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
             assert llm.engine.scheduler.num_preemptions > 0 or model == "mistral_window"  # keeps few blocks
             assert ("wait" in llm.engine.stats.seconds) == ahead

@@ -335,6 +335,18 @@ def test_layers_with_and_without_a_window_share_a_batch(backend):
         assert_close("paged_attention", got, OPS["paged_attention"].reference(*args, **options, sliding_window=window))
 
 
+@pytest.mark.parametrize(
+    "backend", marked(sorted({(b,) for op, b, _ in parameters(OPS) if op == "paged_attention"}), backend=0)
+)
+def test_attention_lands_where_it_is_told_to(backend):
+    args, options = arguments("paged_attention", "native_mixed" if backend.startswith("native") else "mixed", backend)
+    for run in (impl_of("paged_attention", backend).fn, OPS["paged_attention"].reference):
+        want = run(*args, **options)
+        out = torch.full(args[0].shape, torch.nan, dtype=args[0].dtype, device=args[0].device)
+        assert run(*args, **options, out=out).data_ptr() == out.data_ptr()
+        torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("op", [name for name in OPS if name not in COMPOSED])
 def test_reference_does_not_care_about_strides(op):
     """On every case, and on cases alike with dense arguments. Also keeps the cases of ops without kernels alive."""

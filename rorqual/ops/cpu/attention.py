@@ -60,14 +60,17 @@ def paged_attention_cpu(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the reference."""
     caches = _HeadRows.of(key_cache, value_cache, query.dtype)
     name = ("paged_attention", id(block_tables), sliding_window, caches.num_heads, query.dtype)
     buckets = once(batch.scratch, name, lambda: _plan_buckets(batch, block_tables, caches, sliding_window, query.dtype))
     if len(buckets) == 1 and len(batch.query_lens) == batch.num_single_token_seqs:
-        return _single_tokens(query, caches, buckets[0], scale)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        found = _single_tokens(query, caches, buckets[0], scale)
+        return found if out is None else out.copy_(found)
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for bucket in buckets:
         out[bucket.rows] = _single_tokens(query[bucket.rows], caches, bucket, scale)
     start = batch.num_single_token_seqs

@@ -40,6 +40,7 @@ def paged_attention_native(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weights are rounded to bfloat16 before they meet the values where AMX multiplies them; all sums in float32."""
     found = kernels()
@@ -47,7 +48,8 @@ def paged_attention_native(
     if query.stride(2) != 1:
         query = query.contiguous()
     block_tables = block_tables.contiguous()
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
     failed = found.attention(
         query.data_ptr(),
         query.stride(0),

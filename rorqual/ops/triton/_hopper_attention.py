@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rorqual.ops.triton.launch import INTERPRETING
 
@@ -84,14 +85,21 @@ def attend_chunks(
     )
 
 
+_described = WeakIdKeyDictionary()
+"""Cache -> its descriptor: a layer's is the same from step to step, and takes longer to make than to use."""
+
+
 def _rows(cache: torch.Tensor) -> Any:
     """A cache [num_blocks, block_size, num_kv_heads, head_dim] as rows: a head's of a block, then the next head's."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    rows = cache.transpose(1, 2).view(-1, cache.shape[3])
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [cache.shape[1], BOX_COLUMNS], layout)
+    if cache not in _described:
+        rows = cache.transpose(1, 2).view(-1, cache.shape[3])
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        shape, steps, box = [*rows.shape], [*rows.stride()], [cache.shape[1], BOX_COLUMNS]
+        _described[cache] = TensorDescriptor(rows, shape, steps, box, layout)
+    return _described[cache]
 
 
 def _is_power_of_two(number: int) -> bool:

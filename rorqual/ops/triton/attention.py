@@ -21,8 +21,8 @@ from rorqual.ops.triton.launch import DEVICE, refuses
 
 SPAN = 256
 """Keys of a single token's context that are one softmax. Sums depend on it, and on nothing else but the context."""
-_PROGRAMS = 528
-"""How many programs single tokens should have at least: four for each multiprocessor."""
+_PROGRAMS = 264
+"""How many programs single tokens should have at least: two for each multiprocessor, which is how many fit in one."""
 _LARGEST_HEAD, _LARGEST_GROUP = 256, 64
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -53,6 +53,7 @@ def _refuse(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> str | None:
     if refusal := refuses(query, key_cache, value_cache, block_tables, sinks):
         return refusal
@@ -80,6 +81,7 @@ def paged_attention_triton(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch for all sequences with a single token, one for all others."""
     num_heads, dims = query.shape[1:]
@@ -89,7 +91,8 @@ def paged_attention_triton(
     compute = query.dtype if e4m3 or key_cache.dtype == query.dtype else torch.float32
     if e4m3:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     steps = (
         *query.stride()[:2],
         *key_cache.stride()[:3],
