@@ -49,10 +49,12 @@ class Recorded:
         return launch
 
 
+@pytest.mark.parametrize("lead", [0, 2])
 @pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
-def test_product_compiles_for_sm90(gated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_product_compiles_for_sm90(gated: bool, lead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recorded, (hidden, inner) = Recorded(), (2048, 768)
     monkeypatch.setattr(_hopper_experts_kernel, "hopper_experts_kernel", recorded)
+    monkeypatch.setattr(_hopper_experts, "LEAD", lead)
     monkeypatch.setattr(_hopper_experts, "_num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(_hopper_experts, "takes_product", lambda x, w: True)
     monkeypatch.setattr(moe, "_moe_kernels", SimpleNamespace())

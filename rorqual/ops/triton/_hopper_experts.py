@@ -14,6 +14,10 @@ from rorqual.ops.triton.launch import INTERPRETING
 ROWS, LINES, COLUMNS = 128, 128, 64
 """What TMA copies at once: rows, or lines of the weight, of 128 bytes. A tile has ROWS rows and 2 * LINES lines."""
 
+LEAD = 0
+"""Steps by which one of a program's two groups is ahead of the other, less than the stages: one then multiplies while
+the other writes, but fewer steps are held for what is to come."""
+
 
 def takes_product(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether `hopper_experts_kernel` is for these: the card, the dtype, and addresses that TMA and 16-byte copies can
@@ -60,6 +64,7 @@ def multiply(
         GATED=gated,
         GATHER=gated,
         STAGES=stages,
+        LEAD=LEAD,
         REGISTERS=multiplying,
         PRODUCER_REGISTERS=copying,
         num_warps=4,  # of one group: the kernel says how many there are

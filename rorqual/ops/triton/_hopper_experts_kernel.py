@@ -119,6 +119,19 @@ def _write(answer, staging, out, far, here, n, features, LINES: gl.constexpr):
 
 
 @gluon.jit
+def _step(rows, lines, ready, free, acc, count, step, PART: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr):
+    """One more step of a tile's sums; the product is still under way, the one before it is done."""
+    slot = count % STAGES
+    mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
+    if GATHER:
+        fence_async_shared()  # the rows were not written by TMA
+    acc = warpgroup_mma(rows.index(2 * slot + PART), lines.index(slot).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
+    return acc
+
+
+@gluon.jit
 def _consume(
     out,
     order,
@@ -128,6 +141,7 @@ def _consume(
     staged,
     ready,
     free,
+    started,
     features,
     parts,
     K,
@@ -136,8 +150,10 @@ def _consume(
     GATED: gl.constexpr,
     GATHER: gl.constexpr,
     STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
 ):
-    """_ROWS of every tile of this program."""
+    """_ROWS of every tile of this program. The first group starts LEAD steps before the second and stays ahead, so that
+    one multiplies while the other writes."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _LINES, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _LINES, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -155,16 +171,20 @@ def _consume(
         here = row < last
         target = row if GATED else gl.load(order + row, mask=here, other=0)
         acc = gl.zeros([_ROWS, 2 * _LINES], gl.float32, SUM)
-        for step in range(0, busy):
-            slot = count % STAGES
-            mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
-            if GATHER:
-                fence_async_shared()  # the rows were not written by TMA
-            acc = warpgroup_mma(rows.index(2 * slot + PART), lines.index(slot).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
+        ahead = 0
+        if LEAD > 0:
+            if PART == 0:
+                ahead = gl.where(round == 0, gl.minimum(LEAD, busy), 0)
+                for step in range(0, ahead):
+                    acc = _step(rows, lines, ready, free, acc, count, step, PART, GATHER, STAGES)
+                    count += 1
+                mbarrier.arrive(started, pred=round == 0)
+            else:
+                mbarrier.wait(started, 0)
+        for step in range(ahead, busy):
+            acc = _step(rows, lines, ready, free, acc, count, step, PART, GATHER, STAGES)
             count += 1
-        for _step in range(busy, steps):  # rows that are not there
+        for _ in range(busy, steps):  # rows that are not there
             slot = count % STAGES
             mbarrier.wait(ready.index(slot), (count // STAGES) & 1)
             mbarrier.arrive(free.index(slot))
@@ -201,6 +221,7 @@ def hopper_experts_kernel(
     GATED: gl.constexpr,
     GATHER: gl.constexpr,
     STAGES: gl.constexpr,
+    LEAD: gl.constexpr,
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -209,7 +230,7 @@ def hopper_experts_kernel(
     GATHER: x is [num_tokens, K], whose rows start at multiples of 16 bytes; else its rows are in `order`, and x is a
     descriptor with boxes of 128 rows and 64 columns. w is one of [num_experts * lines of an expert, K], with boxes of
     128 lines and 64 columns. K is a multiple of 64; `parts` of 128 features if GATED, else of 256, cover the features;
-    STAGES steps of 64 columns are held at a time.
+    STAGES steps of 64 columns are held at a time; LEAD is less.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2 * _ROWS, _STEP], LAYOUT)
@@ -217,6 +238,8 @@ def hopper_experts_kernel(
     staged = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, _LINES], LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(started, count=1)
     for slot in gl.static_range(STAGES):
         # TMA's bytes, and each thread that copies rows itself.
         mbarrier.init(ready.index(slot), count=129 if GATHER else 1)
@@ -225,10 +248,10 @@ def hopper_experts_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (out, order, tiles, rows, lines, staged, ready, free, features, parts, K, max_tiles, 0, GATED,
-                        GATHER, STAGES)),
-            (_consume, (out, order, tiles, rows, lines, staged, ready, free, features, parts, K, max_tiles, 1, GATED,
-                        GATHER, STAGES)),
+            (_consume, (out, order, tiles, rows, lines, staged, ready, free, started, features, parts, K, max_tiles, 0,
+                        GATED, GATHER, STAGES, LEAD)),
+            (_consume, (out, order, tiles, rows, lines, staged, ready, free, started, features, parts, K, max_tiles, 1,
+                        GATED, GATHER, STAGES, LEAD)),
             (_produce, (x, w, order, tiles, rows, lines, ready, free, features, parts, K, x_row, top_k, max_tiles,
                         GATED, GATHER, STAGES)),
         ],
