@@ -175,17 +175,20 @@ class Engine:
         ids = list(prompt_token_ids)
         if not ids:
             raise ValueError("the prompt is empty: it must have at least one token")
-        for token in ids:
-            if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"prompt token {token!r} is out of vocabulary: ids are integers from 0 to {self.vocab_size - 1}"
-                )
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self.vocab_size:  # else nothing is to be asked
+            for token in ids:
+                is_number = isinstance(token, int | np.integer) and not isinstance(token, bool)
+                if not is_number or not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"prompt token {token!r} is out of vocabulary: ids are integers from 0 to {self.vocab_size - 1}"
+                    )
+            ids = [int(token) for token in ids]
         if len(ids) >= self.resolved.max_model_len:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.resolved.max_model_len} (prompt and "
                 "output): shorten the prompt or raise --max-model-len"
             )
-        return [int(token) for token in ids]
+        return ids
 
     def _base_seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
