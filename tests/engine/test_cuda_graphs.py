@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -30,8 +31,8 @@ def test_prompt_sizes_end_with_the_largest_step_and_lie_close_enough() -> None:
         sizes = prompt_sizes(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
-        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
-        assert all(b <= 4 / 3 * a for a, b in zip(sizes, sizes[1:], strict=False) if a >= 1024)
+        assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+        assert all(b <= 4 / 3 * a for a, b in itertools.pairwise(sizes) if a >= 1024)
 
 
 @pytest.mark.gpu
