@@ -26,7 +26,7 @@ _MOST_EXPERTS = 1024
 _CHUNKS = (128, 512, 2048, 4096)
 """Pairs that a program orders; few sizes, as each is compiled. Up to the last, one launch does."""
 _FEW_CHUNKS = 16
-_EXPERTS_TOGETHER = 1
+_EXPERTS_TOGETHER = 4
 """Experts, up to 4, whose pairs one program places where there are several chunks: it reads its chunk's ids once."""
 
 
@@ -52,17 +52,18 @@ class ExpertTiles(NamedTuple):
     down: ExpertTile
 
 
+SPECIALIZED = ExpertTiles(ExpertTile(128, 256, 12, 4, False, True), ExpertTile(128, 256, 12, 4, False, True))
+"""For prompts, bfloat16, on Hopper."""
 TILES: dict[int, ExpertTiles] = {
     # All have four warps or more and at least 64 rows of their first operand (wgmma): mma may round differently.
     4: ExpertTiles(ExpertTile(16, 64, 4, 6), ExpertTile(16, 64, 4, 6)),
     16: ExpertTiles(ExpertTile(32, 64, 4, 5), ExpertTile(32, 64, 4, 5)),
     32: ExpertTiles(ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4)),
     128: ExpertTiles(ExpertTile(128, 128, 8, 3), ExpertTile(128, 128, 8, 3)),
+    256: SPECIALIZED,
 }
 """The most rows per expert, on average, that tiles are taken for; the last are for all above. An expert may well have
 twice the average, and each tile reads the weight."""
-SPECIALIZED = ExpertTiles(ExpertTile(128, 256, 12, 4, False, True), ExpertTile(128, 256, 12, 4, False, True))
-"""For prompts, bfloat16, on Hopper; an entry of TILES for more than 128 rows makes them used."""
 _UNSPECIALIZED = ExpertTile(128, 128, 8, 3)
 _FLOAT32 = ExpertTiles(ExpertTile(16, 64, 4, 2), ExpertTile(16, 64, 4, 2))
 """For tests mostly: exact products, without tensor cores."""
