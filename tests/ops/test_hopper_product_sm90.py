@@ -1,0 +1,81 @@
+"""Hopper's products of some rows compile for SM90, without a GPU: TMA and wgmma, the memory there is, no spills."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual.ops.triton.launch import INTERPRETING
+from tests.ops.test_triton_linear_sm90 import POINTERS, SHARED_MEMORY, stack_bytes
+
+triton = pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from rorqual.ops.triton import _hopper_product, _hopper_product_kernel  # noqa: E402
+from rorqual.ops.triton._hopper_product import HopperTile  # noqa: E402
+
+KERNEL = _hopper_product_kernel.hopper_product_kernel
+TILES = [
+    HopperTile(64, 32, 64, 8),
+    HopperTile(64, 128, 64, 4, early=True),
+    HopperTile(128, 64, 128, 2),
+    HopperTile(32, 64, 64, 8, weight_first=False),
+    HopperTile(64, 128, 64, 6, weight_first=False),
+]
+
+
+class Recorded:
+    """In the kernel's place: compiles what it is launched with, specialised as a launch would."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+            names, signature, aligned, values = KERNEL.arg_names, {}, {}, {}
+            kept = {p.name for p in KERNEL.params if p.do_not_specialize}
+            for position, (name, value) in enumerate(zip(names, args, strict=False)):
+                if value is None:
+                    signature[name], values[(position,)] = "constexpr", None
+                elif isinstance(value, torch.Tensor):
+                    signature[name] = POINTERS[value.dtype]
+                elif isinstance(value, int):
+                    signature[name] = "i32"
+                else:
+                    signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
+                if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in kept):
+                    aligned[(position,)] = [["tt.divisibility", 16]]
+            signature |= dict.fromkeys(constants, "constexpr")
+            values |= {(names.index(name),): value for name, value in constants.items()}
+            source = GluonASTSource(KERNEL, signature, values, aligned)
+            self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+
+        return launch
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tile_compiles_for_sm90(
+    tile: HopperTile, gated: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorded = Recorded()
+    monkeypatch.setattr(_hopper_product_kernel, "hopper_product_kernel", recorded)
+    x, weight, out = (torch.zeros(n, c, dtype=torch.bfloat16) for n, c in ((256, 1024), (1024, 1024), (256, 1024)))
+    bias = torch.zeros(1024, dtype=torch.bfloat16) if with_bias else None
+    _hopper_product.multiply(x, weight, bias, out[:, :512] if gated else out, tile, gated=gated)
+    kernel = recorded.compiled
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    code = kernel.asm["ptx"]
+    wide = tile.rows if tile.weight_first else tile.lines * (2 if gated else 1)
+    assert re.search(rf"wgmma\S*m64n{wide}k16\S*bf16", code)
+    # The weight is asked for, then the kernels before are waited for, then x is.
+    before, after = code.split("griddepcontrol.wait")
+    assert "cp.async.bulk.tensor" in before
+    assert "cp.async.bulk.tensor" in after
+    assert "wgmma" not in before
