@@ -34,10 +34,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServerMetrics:
-    """Everything one server publishes; two in one process know nothing of each other."""
+    """Everything one server publishes; two in one process know nothing of each other.
 
-    def __init__(self, engine: EngineClient, *, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine, self._model_name, self.clock = engine, model_name, clock
+    Args:
+        engine: whose counts are published.
+        model_name: the label of everything. None: the model's path, and nothing is published before it is known.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, engine: EngineClient, *, model_name: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine, self._given_name, self.clock = engine, model_name, clock
         self.first_token = Histogram("vllm:time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_S)
         self.between_tokens = Histogram(
             "vllm:inter_token_latency_seconds", "Time from each token of an answer to the next.", BETWEEN_TOKENS_S
@@ -105,58 +113,63 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """What the registry publishes."""
-        yield from self._engine_gauges(self._engine.stats)
-        yield from self._engine_counters(self._engine.stats)
+        info = self._engine.info if self._engine.state == "ready" else None
+        if info is not None and self._given_name is None:
+            self._given_name = info.model_path
+        if (name := self._given_name) is None:
+            return
+        yield from _engine_gauges(self._engine.stats, name)
+        yield from _engine_counters(self._engine.stats, name)
         answers = CounterMetricFamily("vllm:request_success", "Finished answers.", labels=[LABEL, "finished_reason"])
         for reason, count in self.answers.items():
-            answers.add_metric([self._model_name, reason], count)
+            answers.add_metric([name, reason], count)
         yield answers
         for histogram in vars(self).values():
             if isinstance(histogram, Histogram):
-                yield histogram.family(LABEL, self._model_name)
+                yield histogram.family(LABEL, name)
         # Its name in older dashboards.
-        yield self.between_tokens.family(LABEL, self._model_name, "vllm:time_per_output_token_seconds")
-        if self._engine.state == "ready":
-            yield self._cache_config(self._engine.info)
+        yield self.between_tokens.family(LABEL, name, "vllm:time_per_output_token_seconds")
+        if info is not None:
+            yield _cache_config(info, name)
 
-    def _engine_gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        usage = "Part of the KV cache's blocks that is in use, 0 to 1."
-        for name, documentation, value in (
-            ("num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Requests in the queue.", stats.num_waiting),
-            ("kv_cache_usage_perc", usage, stats.kv_cache_usage),
-            ("gpu_cache_usage_perc", f"{usage} Its name in older dashboards.", stats.kv_cache_usage),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", documentation, labels=[LABEL])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
 
-    def _engine_counters(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, documentation, value in (
-            (
-                "prompt_tokens",
-                "Prompt tokens, computed or found in the prefix cache.",
-                stats.num_prompt_tokens + stats.num_cached_tokens,
-            ),
-            ("generation_tokens", "Generated tokens.", stats.num_output_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.num_queried_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-            ("num_preemptions", "Preemptions.", stats.num_preemptions),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", documentation, labels=[LABEL])
-            counter.add_metric([self._model_name], value)
-            yield counter
+def _engine_gauges(stats: EngineStats, model_name: str) -> Iterator[Metric]:
+    usage = "Part of the KV cache's blocks that is in use, 0 to 1."
+    for name, documentation, value in (
+        ("num_requests_running", "Requests in the running batch.", stats.num_running),
+        ("num_requests_waiting", "Requests in the queue.", stats.num_waiting),
+        ("kv_cache_usage_perc", usage, stats.kv_cache_usage),
+        ("gpu_cache_usage_perc", f"{usage} Its name in older dashboards.", stats.kv_cache_usage),
+    ):
+        gauge = GaugeMetricFamily(f"vllm:{name}", documentation, labels=[LABEL])
+        gauge.add_metric([model_name], value)
+        yield gauge
 
-    def _cache_config(self, info: EngineInfo) -> Metric:
-        labels = {
-            LABEL: self._model_name,
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.dtype,
-        }
-        gauge = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=list(labels))
-        gauge.add_metric(list(labels.values()), 1)
-        return gauge
+
+def _engine_counters(stats: EngineStats, model_name: str) -> Iterator[Metric]:
+    prompt = stats.num_prompt_tokens + stats.num_cached_tokens
+    for name, documentation, value in (
+        ("prompt_tokens", "Prompt tokens, computed or found in the prefix cache.", prompt),
+        ("generation_tokens", "Generated tokens.", stats.num_output_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.num_queried_tokens),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
+        ("num_preemptions", "Preemptions.", stats.num_preemptions),
+    ):
+        counter = CounterMetricFamily(f"vllm:{name}", documentation, labels=[LABEL])
+        counter.add_metric([model_name], value)
+        yield counter
+
+
+def _cache_config(info: EngineInfo, model_name: str) -> Metric:
+    labels = {
+        LABEL: model_name,
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "cache_dtype": info.dtype,
+    }
+    gauge = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=list(labels))
+    gauge.add_metric(list(labels.values()), 1)
+    return gauge
 
 
 class RequestMetrics:

@@ -306,6 +306,16 @@ def test_two_servers_in_one_process_share_nothing():
         assert f'vllm:iteration_tokens_total_count{{model_name="{name}"}} {1.0 if name == "tiny" else 0.0}' in lines
 
 
+def test_without_a_name_it_is_the_models_path_once_that_is_known():
+    engine = ScriptedEngine()
+    metrics = ServerMetrics(engine)
+    engine.state = "loading"
+    assert metrics.text() == b""
+    for state in ("ready", "dead"):
+        engine.state = state
+        assert {s.labels["model_name"] for f in parse_text(metrics.text().decode()) for s in f.samples} == {"m"}
+
+
 def test_a_model_name_with_quotes_is_escaped():
     text = ServerMetrics(ScriptedEngine(), model_name='a"b\\c\nd').text()
     assert {s.labels["model_name"] for f in parse_text(text.decode()) for s in f.samples} == {'a"b\\c\nd'}
