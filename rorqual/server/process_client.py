@@ -294,7 +294,10 @@ class ProcessEngineClient(EngineClient):
                 self._send(Shutdown())
             elif self._state == "loading":  # it would only see a message once it has loaded
                 self._kill()
-        await asyncio.shield(self._reading)
+        _, still_there = await asyncio.wait([self._reading], timeout=SECONDS_TO_END)
+        if still_there:
+            self._kill()
+            await asyncio.wait(still_there)
 
     # ---- the connection
 

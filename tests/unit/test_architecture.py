@@ -19,7 +19,6 @@ REPOSITORY = PACKAGE.parent
 TIERS = [
     ["__init__", "__main__", "cli"],
     ["server"],
-    ["server"],
     ["llm"],
     ["engine"],
     ["structured"],
