@@ -80,6 +80,7 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = message.encode(errors="backslashreplace").decode()  # a client may send half of a surrogate pair
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         if status == 503:

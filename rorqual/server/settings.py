@@ -38,7 +38,7 @@ class ServerSettings(StrictModel):
     """Format of the model's tool calls. auto: found from its chat template; none: they stay text."""
     reasoning_parser: str = "auto"
     """Format of the model's thinking. auto: found from its chat template; none: it stays text."""
-    default_chat_template_kwargs: dict[str, Any] = {}
+    default_chat_template_kwargs: Annotated[dict[str, Any], Field(default={})]
     """JSON object of variables for the chat template, under those of a request."""
     trust_request_chat_template: bool = False
     """Let requests bring chat templates of their own. They run in a sandbox, but can loop."""

@@ -40,6 +40,11 @@ class ChatTemplates:
             self._sources = {"default": self._sources.get(override) or _read_override(override, self._sources)}
             self._template("default")
 
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The templates' texts by name."""
+        return self._sources
+
     def render(
         self,
         messages: Sequence[Message],

@@ -64,6 +64,13 @@ class TokenText:
             return chr(piece) if piece < 0x80 else _REPLACEMENT
         return piece or ""
 
+    def bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, in UTF-8; it may be part of a character."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        piece = self._pieces[token_id]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
 
 class _Lazy(dict[int, _Value]):
     def __init__(self, compute: Callable[[int], _Value]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts, *, chat_template: str | None = None) -> None:
         self._backend = parts.backend
+        self._named_tokens = dict(parts.named_tokens)
         self._chat_templates = ChatTemplates(parts.chat_templates, parts.named_tokens, override=chat_template)
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
@@ -91,6 +93,28 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token's text on its own: special tokens by name, a lone byte as U+FFFD, "" for an id without a token."""
         return self._token_text.text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, in UTF-8: part of a character, maybe; special tokens by name."""
+        return self._token_text.bytes(token_id)
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by role, as chat templates know them: {"bos_token": "<s>", ...}."""
+        return self._named_tokens
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The chat templates' sources by name; the usual one is called "default"."""
+        return self._chat_templates.sources
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with the chat template of this text. Raises ValueError if it is no Jinja template."""
+        if "{{" not in source and "{%" not in source:
+            raise ValueError(f"chat_template must be a Jinja template's text, got {source!r}")
+        other = copy(self)
+        other._chat_templates = ChatTemplates({}, self._named_tokens, override=source)
+        return other
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A stream for the ids of one answer.
