@@ -30,7 +30,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Other engines' and short spellings, by field."""
 
-INVERSE_ALIASES: dict[str, tuple[str, ...]] = {"enable_prefix_caching": ("--disable-radix-cache",)}
+INVERSE_ALIASES: dict[str, tuple[str, ...]] = {
+    "enable_prefix_caching": ("--disable-radix-cache",),
+    "access_log": ("--disable-uvicorn-access-log",),
+}
 """Other engines' flags that switch a bool field off."""
 
 NOT_OPTIONS: dict[str, str] = {
@@ -40,6 +43,10 @@ NOT_OPTIONS: dict[str, str] = {
     "--dp": "this version runs one replica",
     "--enable-expert-parallel": "this version runs on one rank",
     "--ep-size": "this version runs on one rank",
+    "--enable-auto-tool-choice": "leave it out: tool calls are found if the model's format is known; see "
+    "--tool-call-parser",
+    "--chat-template-content-format": "leave it out: the template itself shows what it reads",
+    "--disable-fastapi-docs": "leave it out: there are none",
     "--n": "the command line gives one answer per prompt; in Python, SamplingParams(n=...) gives more",
     "--logprobs": "the command line does not print them; in Python, SamplingParams(logprobs=...) returns them",
     "--prompt-logprobs": "the command line does not print them; in Python, SamplingParams(prompt_logprobs=...) does",
@@ -80,7 +87,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Headings of --help for the engine's many fields; the rest go under their model's own heading."""
 
-_HEADINGS = {"EngineConfig": "device and numerics", "SamplingParams": "sampling"}
+_HEADINGS = {"EngineConfig": "device and numerics", "SamplingParams": "sampling", "ServerSettings": "server"}
 
 
 class Setting(NamedTuple):
@@ -166,7 +173,7 @@ def _plain_types(*annotations: Any) -> Iterable[Any]:
 
 def _kind(annotations: list[Any]) -> Kind:
     """How text becomes a value of one of these types."""
-    found = {get_origin(a) or a for a in annotations}
+    found = {dict if isinstance(a, type) and issubclass(a, StrictModel) else get_origin(a) or a for a in annotations}
     kinds: list[tuple[set[Any], Kind]] = [
         ({dict}, "json"),
         ({list, tuple, set, frozenset}, "list"),

@@ -25,6 +25,10 @@ class Settings:
         """The fields of `model` that were set anywhere, as they were given."""
         return {name: setting.value for name, setting in self._found.get(model, {}).items()}
 
+    def set(self, model: type[StrictModel], name: str, value: Any, *, origin: str) -> None:
+        """Set a field that was given in another way than by its flag."""
+        self._found = {**self._found, model: {**self._found.get(model, {}), name: Setting(value, origin)}}
+
     def origin(self, model: type[StrictModel], name: str) -> str:
         """Where a field's value came from, for messages: "--page-size", "RORQUAL_BLOCK_SIZE", ..., or "the default"."""
         setting = self._found.get(model, {}).get(name)
@@ -80,8 +84,13 @@ def resolve(
 
 
 def _from_environment(option: Option, environ: Mapping[str, str]) -> Setting | None:
-    """An empty variable counts as unset: compose files pass those for what nobody chose."""
+    """An empty variable counts as unset: compose files pass those for what nobody chose.
+
+    So does RORQUAL_PORT=tcp://..., which Kubernetes sets where a service is called rorqual.
+    """
     text = environ.get(option.variable, "")
+    if option.name == "port" and text.startswith("tcp://"):
+        return None
     return Setting(from_text(option, text, origin=option.variable), option.variable) if text else None
 
 

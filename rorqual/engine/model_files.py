@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rorqual.config import EngineConfig
 from rorqual.loader.checkpoint import Checkpoint, open_checkpoint
@@ -42,6 +43,15 @@ def open_model(config: EngineConfig) -> ModelFiles:
     with timed(seconds, "tokenizer"):
         tokenizer = _load_tokenizer(config, checkpoint)
     return ModelFiles(path, checkpoint, tokenizer, seconds)
+
+
+def open_tokenizer(config: EngineConfig) -> tuple[Tokenizer | None, dict[str, Any]]:
+    """A model's tokenizer, None if it has none, and its config.json, for a process that does not run the model.
+
+    Raises: ValueError as `open_model`.
+    """
+    checkpoint = open_checkpoint(resolve_model(config.model, revision=config.revision), load_format=config.load_format)
+    return _load_tokenizer(config, checkpoint), checkpoint.config
 
 
 @contextmanager

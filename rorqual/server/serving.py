@@ -56,7 +56,7 @@ class Serving:
         self.num_answers = 0
         """Answers that wait or run."""
         self._running: set[Generation] = set()
-        self.parser_names = _parser_names(settings, tokenizer)
+        self.parser_names = chosen_parsers(settings, tokenizer, {})
         """Of those that read chat answers."""
         self._said: set[str] = set()
 
@@ -304,10 +304,13 @@ def _whole_answers(finished: Finished) -> Iterable[Delta]:
         )
 
 
-def _parser_names(settings: ServerSettings, tokenizer: Tokenizer) -> ParserNames:
-    """Those of the settings, "auto" by the chat template. Raises ValueError for a name that is not known."""
+def chosen_parsers(settings: ServerSettings, tokenizer: Tokenizer, model_config: Mapping[str, Any]) -> ParserNames:
+    """Those of the settings; for "auto" what fits the model's config.json and chat template.
+
+    Raises: ValueError for a name that is not known.
+    """
     templates = tokenizer.chat_templates
-    guessed = ParserFactory.guess({}, templates.get("tool_use") or templates.get("default"))
+    guessed = ParserFactory.guess(model_config, templates.get("tool_use") or templates.get("default"))
     known = ParserFactory.names()
 
     def choose(kind: str, asked: str, found: str | None) -> str | None:
