@@ -178,8 +178,10 @@ class ProcessEngineClient(EngineClient):
     async def start(cls, options: dict[str, Any], *, command: Sequence[str] | None = None) -> Self:
         """Start the process and return; the model loads meanwhile, see `wait_ready`.
 
+        Linux ends the process with the thread that calls this, not only with the whole program.
+
         Args:
-            options: fields of EngineConfig that were set.
+            options: fields of EngineConfig that were set, and `progress` (of `LLM`) where it is given.
             command: another program that speaks the same; it gets the number of its socket as last argument.
 
         Raises: OSError if the process cannot be started.

@@ -176,7 +176,7 @@ async def test_answers_are_those_of_the_engine_in_this_process(client, llm, name
 
 async def test_many_at_once(client, llm):
     names = list(PARAMS)
-    requests = [(prompt(1 + i % 30, seed=i), PARAMS[names[i % len(names)]]) for i in range(60)]
+    requests = [(prompt(1 + i % 30, seed=i), PARAMS[names[i % len(names)]]) for i in range(40)]
     params = [SamplingParams(**p) for _, p in requests]
     expected = llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
     got = await asyncio.gather(
@@ -357,6 +357,43 @@ class Served:
 
 def of_type(messages, kind) -> list[Any]:
     return [message for message in messages if isinstance(message, kind)]
+
+
+async def test_nothing_is_lost_whatever_clients_do(client, llm):
+    """Requests come, are read, aborted and cancelled at random; those that stay get their answers."""
+    rng = random.Random(5)
+    names = [name for name in PARAMS if name != "greedy, no max_tokens"]
+    requests = [(prompt(rng.randrange(1, 40), seed=i), rng.choice(names)) for i in range(40)]
+    params = [SamplingParams(**PARAMS[name]) for _, name in requests]
+    expected = llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
+
+    async def one(i: int, what: str) -> None:
+        await asyncio.sleep(rng.random() * 0.5)
+        ids, name = requests[i]
+        handle = submit(client, ids, streamed=bool(i % 2), **PARAMS[name])
+        if what == "read":
+            deltas, finished = await read(handle)
+            assert_same(finished, expected[i])
+            if i % 2:
+                assert_deltas_add_up(deltas, finished)
+        elif what == "abort":
+            asyncio.get_running_loop().call_later(rng.random() * 0.1, handle.abort)
+            deltas, finished = await read(handle)
+            if i % 2:
+                assert_deltas_add_up(deltas, finished)
+            for completion, output in zip(finished.completions, expected[i].outputs, strict=True):
+                assert completion.token_ids == output.token_ids[: len(completion.token_ids)]
+        elif what == "cancel":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(handle), 0.001)
+        elif what == "ping":
+            handle.abort()
+            assert await client.is_responsive(5.0)
+
+    kinds = rng.choices(["read", "abort", "cancel", "ping"], weights=[3, 2, 1, 1], k=len(requests))
+    await asyncio.gather(*(one(i, kind) for i, kind in enumerate(kinds)))
+    await until(lambda: not client._requests)
+    await until(lambda: client.stats.num_running == client.stats.num_waiting == client.stats.kv_cache_usage == 0)
 
 
 async def test_text_that_was_held_back_comes_with_the_abort(options):
