@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -69,6 +70,76 @@ def _no_empty_word(words: list[str]) -> list[str]:
     return words
 
 
+def _json_schema(schema: Any) -> Any:
+    """Read a schema that is given as text; what a schema may say is the grammar compiler's to judge."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"must be a JSON schema, and this text is not JSON ({error})") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError("must be a JSON schema: an object, true or false, or its text")
+    if isinstance(schema, dict) and not all(isinstance(name, str) for name in schema):
+        raise ValueError("must be a JSON schema, whose keys are strings")
+    return schema
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty: leave it out for free text")
+    return text
+
+
+class StructuredOutputs(StrictModel):
+    """The form that an answer must have: exactly one field is given. vLLM's names."""
+
+    model_config = ConfigDict(strict=True, populate_by_name=True)
+
+    json_schema: Annotated[dict[str, Any] | bool, BeforeValidator(_json_schema)] | None = Field(None, alias="json")
+    """A JSON schema, or its text; the answer is a value that it allows. Given as `json`."""
+    json_object: Literal[True] | None = None
+    """Any JSON object."""
+    regex: Annotated[str, AfterValidator(_not_blank)] | None = None
+    """A regular expression that the whole answer matches."""
+    grammar: Annotated[str, AfterValidator(_not_blank)] | None = None
+    """A context-free grammar in Lark's or GBNF's notation; its first rule is called start, or root."""
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """One of these strings."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        names = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(names) != 1:
+            got = " and ".join(names).replace("json_schema", "json") or "none"
+            raise ValueError(f"must have exactly one of json, json_object, regex, grammar and choice, got {got}")
+        return self
+
+    @classmethod
+    def _sentence(cls, error: Any) -> str:
+        where = ".".join(str(part) for part in error["loc"][:1])
+        if error["type"] == "extra_forbidden" or not where:
+            return super()._sentence(error)
+        kinds = {
+            "literal_error": "must be true, or left out",
+            "string_type": "must be a string",
+            "list_type": "must be a list of strings",
+            "too_short": "must hold at least one string",
+        }
+        if len(error["loc"]) > 1 and where == "choice":
+            return f"choice must be a list of strings, got {error['input']!r} in it"
+        return f"{where} {kinds.get(error['type'], str(error['msg']).removeprefix('Value error, '))}"
+
+
+def _structured(given: Any) -> Any:
+    if isinstance(given, StructuredOutputs):
+        return given
+    if not isinstance(given, dict):
+        raise ValueError("must be StructuredOutputs, or an object with its fields")
+    if not all(isinstance(name, str) for name in given):
+        raise ValueError("must have names for keys")
+    return StructuredOutputs(**given)
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
 LogprobCount = Annotated[int, Field(ge=0)]
@@ -118,6 +189,8 @@ class SamplingParams(StrictModel):
     """Tokens to generate before an end-of-text or stop token may be drawn."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens to generate. None: until the context is full (vLLM's default is 16)."""
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(_structured)] | None = None
+    """The form that the answer must have: one of json, json_object, regex, grammar and choice, as a JSON object."""
     logprobs: LogprobCount | None = None
     """Log-probabilities of this many most likely tokens, and of the chosen one, for each generated token."""
     prompt_logprobs: LogprobCount | None = None
@@ -147,6 +220,8 @@ class SamplingParams(StrictModel):
     def _sentence(cls, error: Any) -> str:
         if error["type"] == "too_short":
             error = {**error, "msg": "must hold at least one token id"}
+        if error["loc"] and error["loc"][0] == "structured_outputs":
+            return f"structured_outputs: {str(error['msg']).removeprefix('Value error, ')}"  # its value may be long
         sentence = super()._sentence(error)
         hint = _WAY_OUT.get(str(error["loc"][0])) if error["loc"] else None
         return f"{sentence} ({hint})" if hint else sentence

@@ -42,7 +42,8 @@ class Answer:
         self._stop = StopStrings(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self._text_at_end = not (seq.is_streamed or params.stop)
         makes_text = self._detokenizer is not None and not self._text_at_end
-        self.only_collects = not (seq.is_streamed or makes_text or params.logprobs is not None)
+        matched = params.structured_outputs is not None
+        self.only_collects = not (seq.is_streamed or makes_text or matched or params.logprobs is not None)
         """Whether a token that does not end it is only added to its ids: no text and no logprobs come of it."""
         self.counts = bool(params.bad_words) or params.penalised
         """Whether later draws depend on which tokens were kept."""
@@ -52,8 +53,11 @@ class Answer:
         """Whether it has ended, for whatever reason."""
         return self.output.finish_reason is not None
 
-    def push(self, token_id: int, logprobs: dict[int, Logprob] | None) -> str:
-        """Take one generated token; returns the text that became certain. Must not be called when finished."""
+    def push(self, token_id: int, logprobs: dict[int, Logprob] | None, *, completes: bool = False) -> str:
+        """Take one generated token; returns the text that became certain. Must not be called when finished.
+
+        completes: nothing may follow it, so that the answer ends with "stop" as if it had said so itself.
+        """
         output = self.output
         output.token_ids.append(token_id)
         if output.logprobs is not None and logprobs is not None:
@@ -69,6 +73,8 @@ class Answer:
             return text
         if ends:
             return text + self.end("stop", stop_reason=token_id if is_stop_token else None)
+        if completes:
+            return text + self.end("stop")
         if self.seq.num_prompt_tokens + len(output.token_ids) >= self.seq.max_len:
             return text + self.end("length")
         return text
@@ -78,8 +84,9 @@ class Answer:
         text = ""
         if self._detokenizer is not None:
             if self._text_at_end:
-                hidden = reason == "stop" and not self.params.include_stop_str_in_output
-                shown = self.output.token_ids[:-1] if hidden else self.output.token_ids
+                shown = self.output.token_ids
+                if reason == "stop" and shown[-1] in self.end_token_ids and not self.params.include_stop_str_in_output:
+                    shown = shown[:-1]
                 text = self._emit("".join(map(self._detokenizer.push, shown)))
             text += self._match(self._detokenizer.finish())
         if not self.finished:

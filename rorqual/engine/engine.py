@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
 from rorqual.platform import describe_device, keep_freed_memory, usable_cores
 from rorqual.sampling_params import SamplingParams
 from rorqual.sequence import Chunk, Sequence
+from rorqual.structured import Grammar, GrammarCompiler
 from rorqual.tokenizer.tokenizer import Tokenizer
 
 
@@ -87,11 +89,24 @@ class Engine:
         self._looks_ahead = self.resolved.async_scheduling
         self._flight: Flight | None = None
         self._pacing = Pacing()
+        self._grammars = (
+            GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids) if self.tokenizer else None
+        )
         self._requests: dict[str, _Request] = {}
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
         self._next_id = 0
 
     # ---- requests ----------------------------------------------------------------------------------------------
+
+    def prepare(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile what a request needs, on another thread, so that no step waits for it; None if it needs
+        nothing. Give the result to `add_request`; the future raises the ValueError that `add_request` would.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this model was loaded without one")
+        return self._grammars.prepare(params.structured_outputs)
 
     def add_request(
         self,
@@ -101,10 +116,12 @@ class Engine:
         prompt: str | None = None,
         cache_salt: str = "",
         streamed: bool = False,
+        grammar: Grammar | None = None,
         on_finish: Callable[[RequestOutput], None] = lambda _output: None,
     ) -> str:
         """Queue a request and return its id; `on_finish` is called once, with the whole output.
 
+        grammar: what `prepare` made for this request; without it structured outputs are compiled now.
         streamed: somebody reads the tokens as they come, which `step` returns then; steps beside it carry fewer tokens
             of other prompts.
 
@@ -133,6 +150,8 @@ class Engine:
         if why := self.scheduler.why_never_fits(sequences[0]):
             raise ValueError(why)
         eos = self.eos_token_ids
+        if grammar is None and (preparing := self.prepare(params)) is not None:
+            grammar = preparing.result()
         answers = [
             Answer(seq, i, params, tokenizer=self.tokenizer, eos_token_ids=eos) for i, seq in enumerate(sequences)
         ]
@@ -151,6 +170,7 @@ class Engine:
                 prompt_token_ids=ids,
                 end_token_ids=end_ids,
                 bad_words=bad_words,
+                matcher=grammar.matcher(ignore_eos=params.ignore_eos) if grammar is not None else None,
             )
             self.scheduler.add(seq)
             self._answer_of[seq] = (request, answers[i])
@@ -383,7 +403,7 @@ class Engine:
                 if chunk.seq not in self._answer_of:
                     continue
                 if row is not None:
-                    deltas.append(self._update(chunk, self._result(drawn, row)))
+                    deltas.append(self._update(chunk, self._result(chunk.seq, drawn, row)))
                 elif not flight.has_departed:
                     self.scheduler.advance(chunk, ())
         return [delta for delta in deltas if delta is not None]
@@ -411,12 +431,15 @@ class Engine:
         for row in np.flatnonzero(pushed).tolist():
             if rows.seqs[row] in self._answer_of:
                 chunk = Chunk(rows.seqs[row], int(rows.stops[row]) - 1, int(rows.stops[row]))
-                deltas.append(self._update(chunk, self._result(drawn, row)))
+                deltas.append(self._update(chunk, self._result(chunk.seq, drawn, row)))
         return deltas
 
-    def _result(self, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
+    def _result(self, seq: Sequence, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
         """A row's token and its logprobs, or what went wrong."""
         if drawn.failed[row]:
+            matcher = self._sampler.matcher(seq.sampler_slot)
+            if matcher is not None:
+                return f"structured_outputs: {matcher.fault}" if matcher.fault else _NO_TOKEN_LEFT
             return _NO_USABLE_LOGITS
         logprobs = drawn.logprobs[row]
         return drawn.token_ids[row], self._named(logprobs) if logprobs is not None else None
@@ -439,9 +462,10 @@ class Engine:
             token, logprobs = sampled
             if times.first_token_s is None:
                 times.first_token_s = time.perf_counter()
-            text = answer.push(token, logprobs)
-            new_ids = [token]
             self._sampler.accept(seq.sampler_slot, token)
+            matcher = self._sampler.matcher(seq.sampler_slot)
+            text = answer.push(token, logprobs, completes=matcher is not None and matcher.finished)
+            new_ids = [token]
             self.scheduler.advance(chunk, new_ids)
             self.stats.num_output_tokens += 1
         if answer.finished:
@@ -510,6 +534,10 @@ class Engine:
 
 
 _NO_USABLE_LOGITS = "the model gave no usable logits (NaN, or every token was forbidden)"
+_NO_TOKEN_LEFT = (
+    "no token is left that the structured output allows and that the model (its logits may be NaN), allowed_token_ids, "
+    "bad_words, logit_bias and min_tokens do not rule out"
+)
 _SEED_STRIDE = 0xD1342543DE82EF95
 """Distance between the seeds of a request's n answers: odd, so that all 2**64 are different."""
 

@@ -1,7 +1,7 @@
 """Logits to tokens. What one row gets depends on that row alone: its logits, its parameters, its seed and its position.
 
-Order, per row: raw logprobs; allowed_token_ids, bad_words and min_tokens mask; logit_bias; repetition, frequency and
-presence penalties; then the best token (greedy), or temperature, min_p, top_k, top_p and a draw.
+Order, per row: raw logprobs; the grammar's, allowed_token_ids, bad_words and min_tokens mask; logit_bias; repetition,
+frequency and presence penalties; then the best token (greedy), or temperature, min_p, top_k, top_p and a draw.
 
 Nothing here waits for the device: parameters go up, tokens and logprobs come down when somebody asks, and what depends
 on drawn tokens is kept where they are (`SamplerTables`). So the step after one can be started before it is read.
@@ -25,12 +25,14 @@ from rorqual.ops.sample import (
     RowMax,
     edit_logits,
     gumbel_argmax,
+    mask_logits,
     narrow,
     row_keys,
     row_max,
     top_logprobs,
 )
 from rorqual.sampling_params import SamplingParams
+from rorqual.structured import Matcher, fill_masks
 
 PROMPT_BLOCK = 64
 """Rows of prompt logprobs computed at once: bounds the float32 copy of their logits."""
@@ -106,9 +108,9 @@ class Drawn(NamedTuple):
         return SamplerOutput(token_ids, logprobs, failed)
 
 
-DRAWN, NARROWED, LOGPROBS, TABLED, PENALISED, ENDS_MASKED, WORDS_MASKED = (1 << bit for bit in range(7))
+DRAWN, NARROWED, LOGPROBS, TABLED, PENALISED, ENDS_MASKED, WORDS_MASKED, MATCHED = (1 << bit for bit in range(8))
 """What a row needs: a draw; min_p, top_k or top_p; logprobs; a row of the tables; counts in it; its end ids masked
-until min_tokens; bad words of several tokens masked, whose beginnings only the host sees."""
+until min_tokens; bad words of several tokens masked, whose beginnings only the host sees; a grammar's mask, as well."""
 _PARAMETERS = np.dtype(
     [
         ("seed", "u8"),
@@ -138,9 +140,11 @@ class _Sequence:
         prompt_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
+        matcher: Matcher | None,
         vocab_size: int,
     ) -> None:
         self.params = params
+        self.matcher = matcher
         self.prompt_token_ids = prompt_token_ids
         self.position = len(prompt_token_ids)
         """Of the next token to accept."""
@@ -169,7 +173,8 @@ class Sampler:
 
     With penalties, the positions of a sequence are drawn in order, one row per call. Drawing position p once more
     replaces what was drawn there; drawing p + 1 says that the token at p was kept, whether or not `accept` came yet. So
-    dropped tokens never count. bad_words of several tokens know the accepted tokens, min_tokens the row's position.
+    dropped tokens never count. bad_words of several tokens and grammars know the accepted tokens, min_tokens the row's
+    position.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -188,11 +193,12 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         end_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]] = (),
+        matcher: Matcher | None = None,
     ) -> int:
         """Announce a sequence whose params passed `validate_for`; returns its slot, which `remove` frees.
 
         seed: what its draws depend on (64 bits; params.seed is not read). end_token_ids: masked until min_tokens.
-        bad_words: token ids of each spelling that the answer must not complete.
+        bad_words: token ids of each spelling that the answer must not complete. matcher: says what its grammar allows.
         """
         if not self._free:
             count = len(self._kinds)
@@ -206,6 +212,7 @@ class Sampler:
             prompt_token_ids=prompt_token_ids,
             end_token_ids=end_token_ids,
             bad_words=bad_words,
+            matcher=matcher,
             vocab_size=self.vocab_size,
         )
         greedy = params.greedy or params.top_k == 1
@@ -218,6 +225,7 @@ class Sampler:
             PENALISED: seq.penalised,
             ENDS_MASKED: params.min_tokens > 0 and bool(seq.end_ids),
             WORDS_MASKED: bool(seq.bad_words),
+            MATCHED: matcher is not None,
         }
         kind = sum(kind for kind, wanted in kinds.items() if wanted)
         slot = self._free.pop()
@@ -236,7 +244,7 @@ class Sampler:
             0,
             -1,
         )
-        self._sequences[slot] = seq if kind & (TABLED | ENDS_MASKED | WORDS_MASKED) else None
+        self._sequences[slot] = seq if kind & (TABLED | ENDS_MASKED | WORDS_MASKED | MATCHED) else None
         return slot
 
     def remove(self, slot: int) -> None:
@@ -254,10 +262,17 @@ class Sampler:
             if seq.penalised and seq.position > self._parameters["newest_at"][slot]:
                 seq.uncounted.append(token_id)
             seq.position += 1
+            if seq.matcher is not None:
+                seq.matcher.accept(token_id)
+
+    def matcher(self, slot: int) -> Matcher | None:
+        """Where a sequence stands in its grammar; None if it has none."""
+        seq = self._sequences[slot]
+        return seq.matcher if seq is not None else None
 
     def can_draw_later(self, slots: NDArray[np.int64]) -> bool:
         """Whether these may be drawn before the tokens that were drawn for them last are accepted."""
-        return not (self._kinds[slots] & WORDS_MASKED).any()
+        return not (self._kinds[slots] & (WORDS_MASKED | MATCHED)).any()
 
     def plain_draws(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws | None:
         """What `draw_tokens` needs beside logits, where that is all that these rows need; else None. As for `draw`."""
@@ -289,6 +304,8 @@ class Sampler:
             host |= {name: chosen[name] for name in ("table_row", "repetition", "frequency", "presence")}
         if kind & PENALISED:
             host |= self._counts(np.flatnonzero(kinds & PENALISED), chosen, slots, positions)
+        if kind & MATCHED:
+            host |= self._bitmask(np.flatnonzero(kinds & MATCHED), slots)
         if kind & (ENDS_MASKED | WORDS_MASKED):
             host["masked"] = self._masked_cells(kinds, chosen, slots, positions)
         asked = np.flatnonzero(kinds & LOGPROBS) if kind & LOGPROBS else None
@@ -359,6 +376,13 @@ class Sampler:
         self._parameters["newest_at"][slots[penalised]] = positions[penalised]
         return host
 
+    def _bitmask(self, matched: NDArray[np.int64], slots: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """What grammars allow next, and whose row is whose: as for `mask_logits`."""
+        matchers = [self.matcher(slot) for slot in slots[matched].tolist()]
+        rows = np.full(len(slots), -1)
+        rows[matched] = np.arange(len(matched))
+        return {"bitmask": fill_masks([m for m in matchers if m is not None]), "bitmask_row": rows}
+
     def _masked_cells(
         self,
         kinds: NDArray[np.uint8],
@@ -372,7 +396,8 @@ class Sampler:
         for row in np.flatnonzero(early | ((kinds & WORDS_MASKED) > 0)).tolist():
             seq = self._sequences[slots[row]]
             assert seq is not None
-            ids = seq.completing_ids() + (seq.end_ids if early[row] else [])
+            ends = early[row] and not (seq.matcher is not None and seq.matcher.finished)  # then nothing else can come
+            ids = seq.completing_ids() + (seq.end_ids if ends else [])
             cells.append(row * self.vocab_size + np.array(ids, np.int64))
         return np.concatenate(cells)
 
@@ -394,6 +419,8 @@ class Sampler:
                 frequency=there["frequency"],
                 presence=there["presence"],
             )
+        if "bitmask" in there:
+            edited = mask_logits(edited, there["bitmask_row"], there["bitmask"])
         if "masked" in there and len(there["masked"]):
             if edited is logits:
                 edited = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -246,6 +246,23 @@ def penalised(
     return logits - frequency * output_counts - presence * in_output
 
 
+@op
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """Logits with -inf in place of tokens that a bit mask leaves out.
+
+    logits: any float dtype [num_rows, vocab_size]. rows: int64 [num_rows], which row of the mask is each one's; -1 for
+    those that stay as they are. bitmask: int32 [any, at least vocab_size / 32]; bit i % 32 of number i // 32 is 1 where
+    token i may come. Returns a new tensor of the logits' shape and dtype, rows without gaps.
+    """
+    size = logits.shape[1]
+    masked = logits.clone(memory_format=torch.contiguous_format)
+    if not len(bitmask):
+        return masked
+    bits = (bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bitmask.device)) & 1
+    allowed = bits.view(len(bitmask), -1)[:, :size] == 1
+    return masked.masked_fill_(~allowed[rows.clamp(min=0)] & (rows >= 0)[:, None], -torch.inf)
+
+
 class TopLogprobs(NamedTuple):
     """Per row: the given token, then the most likely ones, best first."""
 

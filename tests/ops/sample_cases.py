@@ -185,11 +185,33 @@ _EDITS: dict[str, Callable[[], Call]] = {
     "strided": lambda: _edit(7, 199, view=every_other),
 }
 
+
+def _mask(rows: int, size: int, *, mask_rows=None, words: int | None = None, view=lambda x: x) -> Call:
+    words = -(-size // 32) if words is None else words
+    bits = (normal(rows + 2, words, seed=8) * 2**31).clamp(-(2**31), 2**31 - 129).int()
+    mask_rows = torch.arange(rows).flip(0) + 1 if mask_rows is None else torch.tensor(mask_rows)
+    return (view(normal(rows, size) * 3), mask_rows, bits), {}
+
+
+_MASKS: dict[str, Callable[[], Call]] = {
+    "none": lambda: _mask(0, 9),
+    "rows": lambda: _mask(7, 199),
+    "long_rows": lambda: _mask(3, 5001),
+    "some_rows": lambda: _mask(5, 199, mask_rows=[-1, 4, -1, 0, 4]),
+    "no_row": lambda: _mask(2, 199, mask_rows=[-1, -1]),
+    "whole_words": lambda: _mask(3, 4096),
+    "more_words": lambda: _mask(3, 64, words=3),
+    "bfloat16": lambda: _mask(3, 199, view=lambda x: x.to(BF16)),
+    "excluded_tokens": lambda: _mask(7, 199, view=cut),
+    "strided": lambda: _mask(7, 199, view=every_other),
+}
+
 SAMPLE_CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "gumbel_argmax": _DRAW,
     "row_max": _MAX,
     "narrow": _NARROW,
     "top_candidates": _TOP,
     "edit_logits": _EDITS,
+    "mask_logits": _MASKS,
 }
 """Every op's cases, each made anew when called."""

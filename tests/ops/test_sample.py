@@ -394,6 +394,27 @@ def test_sa7_penalties_follow_their_definition(data):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 70])
+def test_masks_leave_the_tokens_whose_bit_is_set(size):
+    allowed = [{0, size - 1}, set(range(size)), set(range(0, size, 3)), set()]
+    words = np.zeros((4, -(-size // 32)), np.uint32)
+    for row, ids in enumerate(allowed):
+        for i in ids:
+            words[row, i // 32] |= np.uint32(1 << i % 32)
+    bitmask = torch.from_numpy(words.view(np.int32))
+    logits = torch.randn(6, size)
+    rows = [2, -1, 0, 0, 3, 1]
+    expected = logits.clone()
+    for i, row in enumerate(rows):
+        for token in range(size):
+            if row >= 0 and token not in allowed[row]:
+                expected[i, token] = -math.inf
+    before = logits.clone()
+    for answer in (sample.mask_logits.reference, cpu.mask_logits):
+        assert torch.equal(answer(logits, torch.tensor(rows), bitmask), expected)
+        assert torch.equal(logits, before)
+
+
 def test_the_cpu_answers_give_way_to_other_devices():
     logits = torch.empty(2, 5003, device="meta")
     for declared, args, options in (

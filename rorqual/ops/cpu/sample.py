@@ -281,3 +281,15 @@ def edit_logits(
                 presence[i],
             )
     return edited
+
+
+@reference.mask_logits.impl("cpu", refuse=_not_on_cpu)
+def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """See the reference; unpacks the rows that have a mask."""
+    masked = logits.clone(memory_format=torch.contiguous_format)
+    words = np.ascontiguousarray(bitmask.numpy())
+    for i, row in enumerate(rows.tolist()):
+        if row >= 0:
+            bits = np.unpackbits(words[row].view(np.uint8), bitorder="little", count=logits.shape[1])
+            masked[i].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+    return masked

@@ -1,4 +1,4 @@
-"""Biases, masks and penalties on NVIDIA GPUs: one pass over the logits; rows that have none are only widened."""
+"""Biases, masks and penalties on NVIDIA GPUs: one pass over the logits; rows that have none are only copied."""
 
 # mypy: ignore-errors
 
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rorqual.ops.sample import edit_logits
+from rorqual.ops.sample import edit_logits, mask_logits
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH, wait_for_earlier_kernels
 from rorqual.ops.triton.launch import refuses
 
@@ -75,6 +75,47 @@ def edit_logits_triton(
             PIECE=_PIECE,
             num_warps=4,
             enable_fp_fusion=False,  # the reference rounds each product
+            launch_pdl=DEPENDENT_LAUNCH,
+        )
+    return out
+
+
+@triton.jit
+def _mask_kernel(logits, rows, bitmask, out, columns, words, logits_row, logits_column, PIECE: tl.constexpr):
+    wait_for_earlier_kernels()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    there = column < columns
+    logit = tl.load(logits + row * logits_row + column.to(tl.int64) * logits_column, mask=there).to(tl.float32)
+    mask_row = tl.load(rows + row)
+    if mask_row >= 0:
+        word = tl.load(bitmask + mask_row * words + column // 32, mask=there, other=0)
+        logit = tl.where(((word >> (column % 32)) & 1) == 1, logit, float("-inf"))
+    tl.store(out + row * columns + column, logit.to(out.dtype.element_ty), mask=there)
+
+
+def _refuse_mask(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> str | None:
+    if not (rows.is_contiguous() and bitmask.is_contiguous()):
+        return "needs rows and a mask without gaps"
+    return refuses(logits, rows, bitmask)
+
+
+@mask_logits.impl("triton", refuse=_refuse_mask)
+def mask_logits_triton(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """See the reference."""
+    num_rows, columns = logits.shape
+    out = torch.empty((num_rows, columns), dtype=logits.dtype, device=logits.device)
+    if num_rows:
+        _mask_kernel[-(-columns // _PIECE), num_rows](
+            logits,
+            rows,
+            bitmask,
+            out,
+            columns,
+            bitmask.shape[1],
+            *logits.stride(),
+            PIECE=_PIECE,
+            num_warps=4,
             launch_pdl=DEPENDENT_LAUNCH,
         )
     return out
