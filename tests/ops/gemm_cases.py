@@ -115,4 +115,6 @@ TAKEN_BY_CUBLASLT = {
     "gemm_fp8_block_ue8m0_for_cublas_float32",
 }
 """Quantised weights in whole blocks of 128 x 128, for more than a few rows; all others are refused."""
+TAKEN_BY_HOPPER_TILES = {"native_forty"}
+"""More rows, nothing to add, and addresses that TMA can have: not for cuBLAS where there is a Hopper."""
 NOT_FOR_CUBLASLT = FEW_ROWS | {case for case in (QUANTIZED | GEMM_CASES) if case not in TAKEN_BY_CUBLASLT}

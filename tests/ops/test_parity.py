@@ -30,6 +30,7 @@ from tests.ops.gemm_cases import (
     GEMM_NOT_FOR_ONEDNN,
     NOT_FOR_CUBLASLT,
     NOT_FOR_TRITON,
+    TAKEN_BY_HOPPER_TILES,
     WEIGHTS_NOT_FOR_TRITON,
     WEIGHTS_TRITON_LEAVES_AS_THEY_ARE,
 )
@@ -51,6 +52,7 @@ LOADED = {
     "vendor": torch.cuda.is_available(),
 }
 load_backends(*(backend for backend, there in LOADED.items() if there))
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 BF16 = torch.bfloat16
 EXACT = (0.0, 0.0)
@@ -99,7 +101,7 @@ REFUSED: dict[tuple[str, str], set[str]] = {
     ("prepare_weight", "native"): WEIGHTS_NOT_FOR_NATIVE,
     ("unpack_weight", "native"): WEIGHTS_NOT_FOR_NATIVE,
     ("linear", "triton"): NOT_FOR_TRITON,
-    ("linear", "vendor"): NOT_FOR_CUBLASLT,
+    ("linear", "vendor"): NOT_FOR_CUBLASLT | (TAKEN_BY_HOPPER_TILES if ON_HOPPER else set()),
     ("prepare_weight", "triton"): WEIGHTS_NOT_FOR_TRITON,
     ("unpack_weight", "triton"): WEIGHTS_TRITON_LEAVES_AS_THEY_ARE,
     ("gumbel_argmax", "cpu"): {"short_rows", "short_rows_kept", "some_greedy_short"},

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rorqual.ops import _hopper_tiles
 from rorqual.ops.linear import linear
 from rorqual.quantization import FP8_ROW, FP8_ROW_UE8M0, QTensor, ScaleLayout
-from tests.ops.gemm_cases import NOT_FOR_CUBLASLT
+from tests.ops.gemm_cases import NOT_FOR_CUBLASLT, TAKEN_BY_HOPPER_TILES
 from tests.ops.linear_cases import FORMATS, LINEAR_CASES, PLAIN
 from tests.ops.values import normal
 
@@ -120,9 +121,11 @@ def test_the_listed_cases_are_those_that_it_takes(vendor, monkeypatch):
 
     monkeypatch.setattr(vendor, "_elsewhere", lambda *tensors: None)
     monkeypatch.setattr(vendor, "_refuse_gpu", lambda: None)
-    taken = set()
-    for case, make in CASES["linear"].items():
-        args, options = make()
-        if vendor._refuse(*args, **options) is None:
-            taken.add(case)
-    assert taken == CASES["linear"].keys() - NOT_FOR_CUBLASLT
+    for on_hopper, others in ((False, set()), (True, TAKEN_BY_HOPPER_TILES)):
+        monkeypatch.setattr(_hopper_tiles, "_is_hopper", lambda device, there=on_hopper: there)
+        taken = set()
+        for case, make in CASES["linear"].items():
+            args, options = make()
+            if vendor._refuse(*args, **options) is None:
+                taken.add(case)
+        assert taken == CASES["linear"].keys() - NOT_FOR_CUBLASLT - others

@@ -32,47 +32,34 @@ def _ask_for_weight(w, ready, lines, line, second, step, slot, pred, GATED: gl.c
         tma.async_copy_global_to_shared(w, [line, step * STEP], ready.index(slot), lines.index(slot), pred=pred)
 
 
-@gluon.jit
-def _halves(answer, LINES: gl.constexpr, BLOCK_M: gl.constexpr, WEIGHT_FIRST: gl.constexpr):
-    """Sums of the gate's lines, and those of the lines that it gates."""
-    if WEIGHT_FIRST:
-        gate, up = answer.reshape([2, LINES, BLOCK_M]).permute((1, 2, 0)).split()
-    else:
-        gate, up = answer.reshape([BLOCK_M, 2, LINES]).permute((0, 2, 1)).split()
-    return gate, up
-
-
 @gluon.jit(do_not_specialize=["rows"])
 def hopper_product_kernel(
     x,
     w,
-    bias,
     out,
     rows,
     features,
     K,
     out_row,
     GATED: gl.constexpr,
-    WEIGHT_FIRST: gl.constexpr,
     LINES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):
-    """out[m, n] = x W^T + bias, or the gate over the lines n and n + features of W: BLOCK_M rows and LINES features.
+    """out[m, n] = x W^T, or the gate over the lines n and n + features of W: BLOCK_M rows and LINES features.
 
     x and w are descriptors of [rows, K] and [features or twice as many, K] with boxes of BLOCK_M or LINES, and STEP.
-    WEIGHT_FIRST: LINES are the tensor cores' rows, 16 to a warp, else BLOCK_M are. EARLY: the next kernel may start at
-    once, if it finds room. K is added up in order.
+    The lines are the tensor cores' rows, 16 to a warp. EARLY: the next kernel may start at once, if it finds room. K is
+    added up in order.
     """
+    # A box lies in shared memory 64 columns after 64, all of its lines each time: wider ones of the gate and of what it
+    # gates, one behind the other, would not be one box of twice as many lines.
+    gl.static_assert(not GATED or STEP == 64, "gated products take steps of 64 columns")
     HEIGHT: gl.constexpr = 2 * LINES if GATED else LINES
-    TILE: gl.constexpr = BLOCK_M if WEIGHT_FIRST else HEIGHT
-    SHAPE: gl.constexpr = [HEIGHT, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, HEIGHT]
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TILE, 16])
-    WRITE: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // LINES if LINES < 256 else 1, LINES // 8 if LINES < 256 else 32], [gl.num_warps(), 1], [1, 0]
-    )
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    WRITE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // LINES, LINES // 8], [gl.num_warps(), 1], [1, 0])
     BYTES: gl.constexpr = (HEIGHT + BLOCK_M) * STEP * 2
     dtype: gl.constexpr = out.dtype.element_ty
     if EARLY:
@@ -98,16 +85,13 @@ def hopper_product_kernel(
         )
 
     both = lines._reinterpret(w.dtype, [STAGES, HEIGHT, STEP], w.layout)
-    acc = gl.zeros(SHAPE, gl.float32, SUM)
+    acc = gl.zeros([HEIGHT, BLOCK_M], gl.float32, SUM)
     for step in range(0, steps):
         held = step % STAGES
         mbarrier.wait(ready.index(held), (step // STAGES) & 1)
-        if WEIGHT_FIRST:
-            acc = warpgroup_mma(both.index(held), rows_of_x.index(held).permute((1, 0)), acc, is_async=True)
-        else:
-            acc = warpgroup_mma(rows_of_x.index(held), both.index(held).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(both.index(held), rows_of_x.index(held).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # The step before has been multiplied by all warps: its held is free.
+        # The step before has been multiplied by all warps: its place is free.
         gl.thread_barrier()
         ahead, freed = step + STAGES - 1, (step + STAGES - 1) % STAGES
         more = (step > 0) & (ahead < steps)
@@ -118,21 +102,13 @@ def hopper_product_kernel(
     if not EARLY:
         gdc_launch_dependents()
 
-    if bias is not None:
-        n = line + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1 if WEIGHT_FIRST else 0, SUM))
-        if GATED:
-            n = gl.where(n < line + LINES, n, n - LINES + features)
-        added = gl.load(bias + n, mask=n < (2 * features if GATED else features), other=0.0).to(gl.float32)
-        acc += gl.expand_dims(added, 1 if WEIGHT_FIRST else 0)
     answer = acc.to(dtype)
     if GATED:
-        gate, up = _halves(answer, LINES, BLOCK_M, WEIGHT_FIRST)
+        gate, up = answer.reshape([2, LINES, BLOCK_M]).permute((1, 2, 0)).split()
         gate = gate.to(gl.float32)
         activated = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
         answer = (activated * up.to(gl.float32)).to(dtype)
-    if WEIGHT_FIRST:
-        answer = answer.permute((1, 0))
-    answer = gl.convert_layout(answer, WRITE)
+    answer = gl.convert_layout(answer.permute((1, 0)), WRITE)
     m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, WRITE))
     n = line + gl.arange(0, LINES, layout=gl.SliceLayout(0, WRITE))
     at = out + m.to(gl.int64)[:, None] * out_row + n[None, :]

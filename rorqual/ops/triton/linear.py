@@ -1,4 +1,6 @@
-"""Products on NVIDIA GPUs: with FP8 and FP4 weights, and of few rows with plain ones (`_plain_product`).
+"""Products on NVIDIA GPUs: with FP8 and FP4 weights, and of some rows with plain ones.
+
+Plain ones are multiplied by `_plain_product`, and by `_hopper_product` where `_hopper_tiles` says so.
 
 Which kernel a product takes follows from how the weight is laid out (`_prepared_weight`) and what x is:
 
@@ -18,6 +20,7 @@ import math
 
 import torch
 
+from rorqual.ops._hopper_tiles import hopper_tile
 from rorqual.ops.linear import (
     Weight,
     allocate_output,
@@ -31,6 +34,7 @@ from rorqual.ops.linear import (
     unpack_weight,
 )
 from rorqual.ops.quantize import quantize
+from rorqual.ops.triton._hopper_product import multiply_by_tiles
 from rorqual.ops.triton._linear_launch import (
     SKINNY,
     TILES,
@@ -130,6 +134,8 @@ def _refuse_plain(
         return reason
     if output_dtype(x, out_dtype) not in (x.dtype, torch.float32):
         return f"writes {x.dtype} or float32, got {out_dtype}"
+    if hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc) is not None:
+        return None
     return refuse_plain(x, weight, most_rows=MOST_ROWS)
 
 
@@ -155,7 +161,11 @@ def linear_triton(
     rows, accumulate = flatten_output(out), out_acc is not None
     if isinstance(weight, torch.Tensor):
         assert isinstance(x, torch.Tensor)
-        multiply_plain(_rows_of_values(x), weight, bias, rows, accumulate=accumulate)
+        tile = hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc)
+        if tile is not None:
+            multiply_by_tiles(flatten_rows(x), weight, rows, tile)
+        else:
+            multiply_plain(_rows_of_values(x), weight, bias, rows, accumulate=accumulate)
         return out
     kind, wide = _kind(weight), rows.shape[0] >= EXPAND_ROWS
     if isinstance(x, QTensor) or activation is not None:

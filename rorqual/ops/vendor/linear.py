@@ -2,7 +2,7 @@
 
 cuBLAS picks its kernel by all three sizes. It is told not to split K, so that the products of 16-bit operands add up K
 in order whatever kernel it picks, and a row's result does not depend on the number of rows. Where it has no good kernel
-of that sort, those of ops/triton multiply, which add up in the same order.
+of that sort, or a slower one, those of ops/triton multiply, which add up in the same order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from rorqual.ops._hopper_tiles import hopper_tile
 from rorqual.ops.linear import (
     ALIGNMENT,
     Weight,
@@ -66,7 +67,8 @@ def _refuse(
         return "multiplies plain matrices"
     if out_dtype not in (None, x.dtype, torch.float32):
         return f"writes {x.dtype} or float32, got {out_dtype}"
-    if x.dtype != torch.float32 and _is_slow_unsplit(x.numel() // max(1, x.shape[-1]), *weight.shape):
+    slow = x.dtype != torch.float32 and _is_slow_unsplit(x.numel() // max(1, x.shape[-1]), *weight.shape)
+    if slow or hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc) is not None:
         return f"would have to split K, or is slower than other kernels, for {list(x.shape)} by {list(weight.shape)}"
     if x.requires_grad or weight.requires_grad:
         return "writes into an output, of which torch keeps no gradient"
