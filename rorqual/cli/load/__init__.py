@@ -1,0 +1,1 @@
+"""Load for an OpenAI-compatible server, and what it measures. No torch."""
