@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +13,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-from rorqual import __version__
 from rorqual.server import chat, completions, errors, health, models, page, responses, tokens
 from rorqual.server.connection import GONE, ClientGone
 from rorqual.server.engine_client import EngineClient
@@ -41,8 +41,7 @@ def create_app(engine: EngineClient, settings: ServerSettings, tokenizer: Tokeni
 
     app = FastAPI(
         title="Rorqual",
-        version=__version__,
-        root_path=settings.root_path,
+        version=metadata.version("rorqual"),
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,

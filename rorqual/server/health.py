@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from rorqual import __version__
 from rorqual.server.errors import DECLARED, APIError
 from rorqual.server.schemas.answer import AnswerModel
 from rorqual.server.serving import Serving, serving
@@ -69,7 +70,7 @@ async def ready(request: Request) -> Status:
 @router.get("/version")
 async def version() -> Version:
     """The server's version."""
-    return Version(version=__version__)
+    return Version(version=metadata.version("rorqual"))
 
 
 @router.get("/load")

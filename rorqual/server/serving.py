@@ -96,7 +96,7 @@ class Serving:
                 return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
-            raise bad_value(str(error), param=param) from None
+            raise bad_value(f"{param}: {error}", param=param) from None
 
     def check_prompt(self, prompt: Prompt, *, param: str) -> Prompt:
         """The same prompt. Raises APIError (400) if it is empty, too long, or holds what is no token."""
@@ -333,7 +333,7 @@ def named_fault(
     message = str(error)
     name = message.split(" ", 1)[0].split(".", 1)[0].removesuffix(":")
     if name not in set(fields):
-        return bad_value(message, param=default)
+        return bad_value(message if default is None else f"{default}: {message}", param=default)
     said = renamed.get(name, name)
     return bad_value(said + message.removeprefix(name), param=said)
 

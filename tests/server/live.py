@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from rorqual.server.app import create_app
@@ -18,6 +19,8 @@ from rorqual.tokenizer.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngineClient, Script, chat_tokenizer, echoes
 
 MODEL = "fake"
+HTTP = httpx.Client(verify=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+"""For plain requests; making a client each time would take longer than most of them."""
 
 
 class Live:
