@@ -216,6 +216,7 @@ def plot(points: Sequence[Mapping[str, Any]], path: str, title: str) -> None:
             axes.plot(*at, "o", color="#9aaab6")
         axes.annotate(str(point["concurrency"]), at, xytext=(5, 5), textcoords="offset points")
     axes.set(xlabel="output tokens/s per user (median)", ylabel="output tokens/s, all users", title=title)
+    axes.margins(0.1)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
