@@ -1,6 +1,7 @@
 """The chat page in a real browser, against an API that answers as it is told."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -14,7 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rorqual.server import page
+from rorqual.server.app import create_app
+from rorqual.server.settings import ServerSettings
 from tests.server import chromium
+from tests.server.fake_engine import FakeEngineClient, chat_tokenizer, says
 
 pytestmark = pytest.mark.skipif(chromium.BINARY is None, reason="needs Chromium")
 SHOTS = os.environ.get("RORQUAL_SCREENSHOTS")
@@ -92,17 +96,25 @@ class Api:
             raise
 
 
+@contextlib.contextmanager
+def served(app):
+    """Serve it on a thread; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 @pytest.fixture
 def api():
     api = Api()
-    listener = socket.create_server(("127.0.0.1", 0))
-    api.address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    server = uvicorn.Server(uvicorn.Config(api.app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield api
-    server.should_exit = True
-    thread.join()
+    with served(api.app) as api.address:
+        yield api
 
 
 @pytest.fixture
@@ -309,3 +321,32 @@ def test_it_fits_a_phone(api, dark):
         colours = tab.run("['color', 'backgroundColor'].map((name) => getComputedStyle(document.body)[name])")
         brightness = [sum(map(int, c.removeprefix("rgb(").removesuffix(")").split(","))) for c in colours]
         assert (brightness[0] > brightness[1]) is dark
+
+
+def test_the_server_itself():
+    engine = FakeEngineClient(says("**Hi** there, world"), delay_s=0.01)
+    settings = ServerSettings(served_model_name=("fake",), api_key=("secret",))
+    with served(create_app(engine, settings, chat_tokenizer())) as address, chromium.Page() as tab:
+        tab.open(address)
+        tab.wait("document.getElementById('notice').innerText.includes('401')")
+        tab.run("document.getElementById('key').focus()")
+        tab.type("secret")
+        tab.press("Tab")
+        tab.wait("document.getElementById('model').value === 'fake'")
+        say(tab, "Hello")
+        tab.wait(f"{IDLE} && {LAST}.querySelector('strong')")
+        assert text_of(tab) == "Hi there, world"
+        assert f"{len(chat_tokenizer().encode('**Hi** there, world')) + 1} tokens" in text_of(tab, ".facts span")
+        engine.script, engine.delay_s = says("word " * 100, end=False), 0.05
+        say(tab, "Talk")
+        tab.wait(f"{LAST}.innerText.includes('word')")
+        tab.press("Escape")
+        tab.wait(IDLE)
+        end = time.monotonic() + 5
+        while not engine.requests[-1].ended.is_set() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert engine.requests[-1].aborted
+        engine.die("the engine's process was killed")
+        say(tab, "Still there?")
+        tab.wait(f"{LAST}.querySelector('.error')")
+        assert "HTTP 503" in text_of(tab, ".error")
