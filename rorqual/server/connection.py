@@ -15,7 +15,15 @@ from rorqual.server.errors import APIError, as_api_error
 
 T = TypeVar("T")
 
-EVENTS_DECLARED = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENTS_DECLARED = {
+    "text/event-stream": {
+        "itemSchema": {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
 """For `content` of a route's answer that may be a stream."""
 
 DONE = "data: [DONE]\n\n"
