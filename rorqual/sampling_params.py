@@ -140,6 +140,12 @@ def _structured(given: Any) -> Any:
     return StructuredOutputs(**given)
 
 
+def _moderate(factor: float) -> float:
+    if not 1e-6 <= factor <= 1e6:
+        raise ValueError("must be from 0.000001 to 1000000: logits would become infinite")
+    return factor
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
 LogprobCount = Annotated[int, Field(ge=0)]
@@ -167,7 +173,7 @@ class SamplingParams(StrictModel):
     """Subtracted from the logit of every token that the answer holds. The prompt does not count."""
     frequency_penalty: Penalty = 0.0
     """Subtracted once per time that the answer holds the token. The prompt does not count."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0), AfterValidator(_moderate)] = 1.0
     """Divides positive and multiplies negative logits of tokens that the prompt or the answer holds. 1.0: neutral."""
     logit_bias: Annotated[dict[int, float], BeforeValidator(_token_bias)] | None = None
     """Token id (or its digits as a string) -> number from -100 to 100 that is added to its logit."""
