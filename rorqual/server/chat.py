@@ -153,11 +153,15 @@ async def prepare(state: Serving, request: ChatRequest) -> PreparedChat:
         add_special_tokens=request.add_special_tokens,
     )
     newer = request.max_completion_tokens
+    skip_special = request.skip_special_tokens
+    if skip_special is None and (state.thinking_is_special or (tools and state.calls_are_special)):
+        skip_special = False  # the parsers have to see them
     params = state.sampling_params(
         request,
         renamed={"logprobs": "top_logprobs"} | ({} if newer is None else {"max_tokens": "max_completion_tokens"}),
         max_tokens=request.max_tokens if newer is None else newer,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        skip_special_tokens=skip_special,
         **({} if forced is None else {"structured_outputs": {"json": forced}}),
     )
     return PreparedChat(Prompt(prompt.token_ids), params, prompt.text or "", variables, tools)

@@ -18,6 +18,7 @@ from rorqual.server.engine_client import EngineClient, RequestHandle
 from rorqual.server.errors import APIError, bad_value
 from rorqual.server.messages import Delta, EngineInfo, Finished
 from rorqual.server.parsing import ParserFactory, ParserNames
+from rorqual.server.parsing.factory import REASONING_PARSERS, TOOL_CALL_PARSERS
 from rorqual.server.schemas.request import GenerationRequest, RequestModel, SamplingFields
 from rorqual.server.settings import ServerSettings
 from rorqual.server.structured import structured_outputs
@@ -29,6 +30,8 @@ MAX_ANSWERS = 128
 """Most answers per prompt, as OpenAI's."""
 MOST_TOKENS = 2**31 - 1
 """A larger max_tokens means the same, and would not fit everywhere."""
+MOST_STRINGS = 1024
+"""Most stop strings or bad words: each is looked for after every token."""
 LONG_TEXT = 10_000
 """Characters above which a text is tokenized beside the event loop."""
 
@@ -58,6 +61,15 @@ class Serving:
         self._running: set[Generation] = set()
         self.parser_names = chosen_parsers(settings, tokenizer, {})
         """Of those that read chat answers."""
+        special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_token_ids}
+        calls = TOOL_CALL_PARSERS.get(self.parser_names.tool_call or "")
+        self.calls_are_special = calls is not None and not special.isdisjoint(calls.starts)
+        """Whether tool calls begin with a special token, which is left out of texts by default."""
+        thinking = REASONING_PARSERS.get(self.parser_names.reasoning or "")
+        self.thinking_is_special = thinking is not None and not special.isdisjoint(
+            (thinking.start_tag, thinking.end_tag)
+        )
+        """The same of thinking."""
         self._said: set[str] = set()
 
     # ---- the model
@@ -143,8 +155,14 @@ class Serving:
         except ValueError as error:
             names = {"structured_outputs": asked_as, **(renamed or {})}
             raise named_fault(error, SamplingParams.model_fields, names) from None
-        if params.n > MAX_ANSWERS:
-            raise bad_value(f"n must be at most {MAX_ANSWERS}, got {params.n}", param="n")
+        for name, size, most in (
+            ("n", params.n, MAX_ANSWERS),
+            ("stop", len(params.stop), MOST_STRINGS),
+            ("bad_words", len(params.bad_words or ()), MOST_STRINGS),
+        ):
+            if size > most:
+                strings = "" if name == "n" else " strings"
+                raise bad_value(f"{name} must be at most {most}{strings}, got {size}: ask for fewer", param=name)
         return params
 
     def note_unknown(self, request: RequestModel) -> None:
@@ -164,12 +182,15 @@ class Serving:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, cache_salt: str | None, streamed: bool
     ) -> Generation:
-        """Submit prompts. Raises APIError (503) if too many requests wait."""
-        capacity = self.info.max_num_seqs + self.settings.max_queue
-        if self.num_answers >= capacity:
+        """Submit prompts. Raises APIError: 503 if too many requests wait, 400 if these are too many even alone."""
+        capacity, wanted = self.info.max_num_seqs + self.settings.max_queue, len(prompts) * params.n
+        if wanted > capacity:
+            raise bad_value(f"this asks for {wanted} answers, and the server takes {capacity} at once: ask for fewer")
+        if self.num_answers + wanted > capacity:
             raise APIError(
                 503,
-                f"the queue is full: {self.num_answers} answers run or wait, of at most {capacity}; try again later",
+                f"the queue is full: {self.num_answers} answers run or wait, of at most {capacity}, and this asks for "
+                f"{wanted} more; try again later",
                 code="queue_full",
             )
         if self.settings.enable_log_requests:

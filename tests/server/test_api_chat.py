@@ -7,8 +7,10 @@ import json
 
 import pytest
 
-from tests.server.fake_engine import chat_tokenizer, echoes, says
+from rorqual.tokenizer.tokenizer import Tokenizer
+from tests.server.fake_engine import CHAT_TEMPLATE, EOS, FakeEngineClient, chat_tokenizer, echoes, says
 from tests.server.live import HTTP, MODEL, live
+from tests.unit.tiny_tokenizers import byte_level, save
 
 HI = [{"role": "user", "content": "hi"}]
 FAMILY = "👩‍👩‍👧‍👦 日本語 삼겹살 é — “quotes”"
@@ -423,3 +425,18 @@ def test_forms_reach_the_engine():
         assert two.status_code == 400
         assert "guided_regex and guided_choice" in two.json()["error"]["message"]
         assert ask(server, guided_choice=[]).json()["error"]["param"] == "guided_choice"
+
+
+def test_special_tokens_that_begin_calls_reach_the_parser(tmp_path):
+    backend = byte_level("qwen2")
+    backend.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    tokenizer = Tokenizer.from_folder(save(backend, tmp_path, {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}))
+    text = '[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}]'
+    engine = FakeEngineClient(lambda _prompt, _params, _index: [*tokenizer.encode(text), *tokenizer.eos_token_ids])
+    engine.tokenizer = tokenizer
+    with live(engine=engine, tokenizer=tokenizer, settings={"tool_call_parser": "mistral"}) as server:
+        choice = ask(server, tools=TOOLS).json()["choices"][0]
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": 1}'}
+        assert ask(server).json()["choices"][0]["message"]["content"] == text.removeprefix("[TOOL_CALLS]")
+        kept = ask(server, skip_special_tokens=False).json()["choices"][0]["message"]["content"]
+        assert kept == text

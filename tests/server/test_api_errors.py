@@ -65,6 +65,8 @@ BAD_VALUES = [
     ("stop", ["", "x"]),
     ("stop", [1]),
     ("stop", 5),
+    ("stop", ["x"] * 1025),
+    ("bad_words", ["x"] * 1025),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [10**9]),
     ("stop_token_ids", "x"),

@@ -116,6 +116,8 @@ def test_full_queue_is_503_with_a_time_to_come_back():
             response = post(server, {"messages": HI, "stream": stream})
             assert error_of(response, 503)["code"] == "queue_full"
             assert int(response.headers["retry-after"]) > 0
+        too_many = error_of(post(server, {"messages": HI, "n": 5}), 400)
+        assert "takes 4 at once" in too_many["message"]  # it would never be its turn
         assert HTTP.get(server.url + "/load").json()["server_load"] == 4
         assert HTTP.get(server.url + "/health").status_code == 200
         for thread in threads:
