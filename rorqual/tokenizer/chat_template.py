@@ -149,6 +149,8 @@ class _CompiledTemplate:
         """It knows no other form, and would go through a string letter by letter."""
         self.knows_none = "none" in tests
         """It asks whether content is none, so None must reach it as it is."""
+        self.reads_arguments = _reads_arguments(tree)
+        """It needs a tool call's arguments as an object; else it prints their JSON text."""
 
     def render(self, variables: dict[str, Any]) -> str:
         import jinja2
@@ -175,6 +177,40 @@ def _is_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
     return isinstance(node, nodes.Name) and node.name == "content"
+
+
+def _reads_arguments(tree: nodes.Template) -> bool:
+    """Whether a template takes a tool call's arguments apart or writes JSON from them, and so must not get a string.
+
+    One that asks whether they are a string can print them to the letter, unless it takes them apart all the same.
+    """
+    from jinja2 import nodes
+
+    names = {"arguments"}
+
+    def are_arguments(node: nodes.Node | None) -> bool:
+        if isinstance(node, nodes.Or):  # arguments or {}
+            return are_arguments(node.left)
+        if isinstance(node, nodes.Call):  # call.get("arguments")
+            first = node.args[0] if node.args else None
+            return isinstance(first, nodes.Const) and first.value == "arguments"
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "arguments"
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+        return isinstance(node, nodes.Name) and node.name in names
+
+    if not any(are_arguments(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Call))):
+        return True  # it writes whole calls as JSON, if it knows them at all
+    for assigned in tree.find_all(nodes.Assign):
+        if isinstance(assigned.target, nodes.Name) and are_arguments(assigned.node):
+            names.add(assigned.target.name)
+    filters = {node.name for node in tree.find_all(nodes.Filter) if are_arguments(node.node)}
+    tests = {node.name for node in tree.find_all(nodes.Test) if are_arguments(node.node)}
+    methods = {node.attr for node in tree.find_all(nodes.Getattr) if are_arguments(node.node)}
+    loops = any(are_arguments(node.iter) for node in tree.find_all(nodes.For))
+    takes_apart = loops or filters & {"items", "dictsort"} or methods & {"items", "keys", "get"} or "mapping" in tests
+    return bool(takes_apart or ("tojson" in filters and "string" not in tests))
 
 
 def _environment() -> Environment:
@@ -240,6 +276,10 @@ def _normalize(message: dict[str, Any], template: _CompiledTemplate) -> dict[str
         raise ValueError(f"a message must have a role, a string as 'user', got {message.get('role')!r}")
     content = _content(message.get("content"), template)
     message = {key: value for key, value in message.items() if value is not None} | {"content": content}
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function["arguments"] = _arguments(function["arguments"], template)
     reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
     if reasoning is not None:  # templates disagree on its name
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
@@ -259,6 +299,19 @@ def _content(content: Any, template: _CompiledTemplate) -> Any:
     if template.reads_parts:
         return [{"type": "text", "text": text} for text in parts]
     return "\n".join(parts)
+
+
+def _arguments(arguments: Any, template: _CompiledTemplate) -> Any:
+    """A call's arguments as the template reads them; clients send them as JSON text."""
+    if not template.reads_arguments:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = json.loads(arguments, strict=False) if arguments.strip() else {}
+    except (ValueError, RecursionError):  # cut off by a limit, perhaps
+        return arguments
+    return read if isinstance(read, dict) else arguments
 
 
 def _text_part(part: Any) -> str:

@@ -300,6 +300,70 @@ def test_tm6_named_templates_without_default_ask_for_a_name():
         ChatTemplates({"rag": "x"}, {}).render([USER])
 
 
+def calls_loop(body):
+    return (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set c = c.function %}"
+        + body
+        + "{% endfor %}{% endfor %}"
+    )
+
+
+TAKES_APART = [
+    "{% for k, v in c.arguments|items %}{{ k }}={{ v }};{% endfor %}",
+    "{% for k in c.arguments %}{{ k }}={{ c.arguments[k] }};{% endfor %}",
+    "{% set a = c['arguments'] %}{% if a is string %}{% set a = a|from_json %}{% endif %}"
+    "{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}",
+    "{% set a = c.arguments or {} %}{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}",
+    "{% if c.arguments is mapping %}{% for k, v in c.arguments|dictsort %}{{ k }}={{ v }};{% endfor %}{% endif %}",
+]
+WRITES_JSON = [
+    "{{ c.arguments | tojson }}",
+    "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}",
+    "{% set a = c['arguments'] %}{{ 'x' + (a if a is string else a|tojson) }}",
+    "{{ '```json' + c['arguments'] + '```' }}",
+    "{{ c.arguments }}",
+    "{{ c|tojson }}",
+]
+
+
+@pytest.mark.parametrize("body", TAKES_APART)
+def test_arguments_are_an_object_where_the_template_takes_them_apart(body, tmp_path):
+    folder = save(byte_level("qwen2"), tmp_path, {"chat_template": calls_loop(body)})
+    ours, hf = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": "ü"}}}
+    expected = theirs(hf, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert expected == "a=1;b=ü;"
+    call = {"function": {"name": "f", "arguments": '{"a":1,"b":"\\u00fc"}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ours.render_chat(messages) == expected
+    assert call["function"]["arguments"] == '{"a":1,"b":"\\u00fc"}'  # the caller's own
+    call["function"]["arguments"] = ""
+    assert ours.render_chat(messages) == ""
+
+
+@pytest.mark.parametrize("body", WRITES_JSON)
+def test_arguments_are_written_once_as_json(body):
+    template = templates(calls_loop(body))
+    for arguments in ('{"a":1}', {"a": 1}):
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        rendered = template.render([message])
+        assert rendered.replace(" ", "").count('{"a":1}') == 1
+        assert "\\" not in rendered
+
+
+def test_arguments_come_back_to_the_letter_where_the_template_can_print_them():
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{ "a" :1}'}}]}
+    for body in WRITES_JSON[1:5]:
+        assert '{ "a" :1}' in templates(calls_loop(body)).render([message])
+
+
+def test_arguments_that_were_cut_off_are_written_as_they_are():
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]}
+    assert templates(calls_loop("{{ c.arguments|tojson }}")).render([message]) == '"{\\"a\\": "'
+    with pytest.raises(ValueError, match="the chat template"):
+        templates(calls_loop(TAKES_APART[0])).render([message])
+
+
 @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "missing"])
 @pytest.mark.parametrize("name", [*TEMPLATES, "parts", "only parts"])
 def test_tm7_content_null_empty_or_missing_is_accepted(name, message, pairs):
