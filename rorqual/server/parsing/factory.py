@@ -49,14 +49,6 @@ class ParserFactory:
         return {"tool_call": list(TOOL_CALL_PARSERS), "reasoning": list(REASONING_PARSERS)}
 
     @staticmethod
-    def tags(name: str | None) -> tuple[str, ...]:
-        """The texts by which a format of either kind is found."""
-        if name in TOOL_CALL_PARSERS:
-            return TOOL_CALL_PARSERS[name].starts
-        found = REASONING_PARSERS.get(name or "")
-        return () if found is None else (found.start_tag, found.end_tag)
-
-    @staticmethod
     def tool_call_parser(
         name: str | None, tools: Sequence[Mapping[str, Any]] | None, choice: object = None
     ) -> ToolCallParser | None:
