@@ -15,6 +15,7 @@ from rorqual.server.parsing.json_scanner import is_json
 from rorqual.server.parsing.machine import Mismatch, Steps, Tags
 from rorqual.server.parsing.tool_calls import ToolCallParser
 
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
@@ -66,7 +67,7 @@ class MarkupCalls(ToolCallParser):
             else:
                 sink(", ")
             self._raw = None
-            sink(f"{json.dumps(key, ensure_ascii=False)}: ")
+            sink(f"{_quoted(key)}: ")
             yield from self._read_value(sink, types)
             self._begin()
             yield from self._spaces()
@@ -85,7 +86,7 @@ class MarkupCalls(ToolCallParser):
         ends = Tags(*self.markup.parameter_ends)
         if types == {"string"}:
             sink('"')
-            found = yield from self._until(ends, lambda text: sink(json.dumps(text, ensure_ascii=False)[1:-1]))
+            found = yield from self._until(ends, lambda text: sink(_quoted(text)[1:-1]))
             if found:
                 sink('"')
         else:
@@ -105,7 +106,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         kind = _KINDS.get(value[0], "number")
         if "string" not in types or (kind != "string" and kind in types):
             return value
-    return json.dumps(text, ensure_ascii=False)
+    return _quoted(text)
 
 
 def _dsml(mark: str, block: str) -> Markup:
