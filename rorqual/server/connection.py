@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rorqual.server.errors import APIError, as_api_error
+
+log = logging.getLogger("rorqual.server")
 
 T = TypeVar("T")
 
@@ -29,12 +31,18 @@ EVENTS_DECLARED = {
 DONE = "data: [DONE]\n\n"
 
 
+STALLED_S = 120.0
+"""How long a client may leave an event unread, before it counts as one that has left."""
 GONE = 499
 """The status that nobody sees, for a client that did not wait."""
 
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
+
+
+class _Stalled(Exception):
+    """The client does not read."""
 
 
 def event(data: str, *, name: str | None = None) -> str:
@@ -93,6 +101,8 @@ class EventStream(Response):
             await while_connected(receive, self._send(send))
         except ClientGone:
             pass
+        except _Stalled:  # uvicorn closes what ends without its end
+            log.warning("a client did not read its stream for %g s", STALLED_S)
         finally:
             self._abort()
             await self._rest.aclose()
@@ -104,16 +114,22 @@ class EventStream(Response):
                 await self._send_text(send, self._first)
                 async for text in self._rest:
                     await self._send_text(send, text)
+        except _Stalled:
+            raise
         except Exception as error:
-            with contextlib.suppress(asyncio.TimeoutError):
-                # A client that does not read must not hold the request for longer than its time.
-                async with asyncio.timeout(1.0):
-                    await self._send_text(send, self._on_error(as_api_error(error)))
+            await self._send_text(send, self._on_error(as_api_error(error)), within_s=1.0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @staticmethod
-    async def _send_text(send: Send, text: str) -> None:
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def _send_text(send: Send, text: str, *, within_s: float | None = None) -> None:
+        stalled = asyncio.timeout(STALLED_S if within_s is None else within_s)
+        try:
+            async with stalled:
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        except TimeoutError:
+            if stalled.expired():
+                raise _Stalled from None
+            raise
 
 
 async def stream(

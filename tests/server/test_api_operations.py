@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from rorqual.server import connection
 from rorqual.server.listener import bind
 from rorqual.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngineClient, echoes, says
@@ -72,15 +73,19 @@ def _head(length):
     return f"POST {CHAT} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
-def test_slow_reader_holds_nobody_up():
-    with live(says(LONG), max_model_len=2000) as server:
-        host, port = urlsplit(server.url).hostname, urlsplit(server.url).port
-        body = json.dumps({"messages": HI, "stream": True, "n": 64}).encode()
-        with socket.create_connection((host, port)) as slow:
+def test_client_that_does_not_read_holds_nobody_up(monkeypatch, caplog):
+    monkeypatch.setattr(connection, "STALLED_S", 0.5)
+    with live(says(LONG * 4), max_model_len=4000, max_num_seqs=128) as server:
+        where = (urlsplit(server.url).hostname, urlsplit(server.url).port)
+        body = json.dumps({"messages": HI, "stream": True, "n": 100}).encode()
+        with socket.create_connection(where) as slow:
             slow.sendall(_head(len(body)) + body)
             for _ in range(3):
-                assert post(server, {"messages": HI}).status_code == 200
-        until(lambda: server.state.num_answers == 0)
+                assert post(server, {"messages": HI, "max_tokens": 5}).status_code == 200
+            until(lambda: server.state.num_answers == 0, timeout_s=60)
+            assert "did not read its stream" in caplog.text
+            slow.recv(100)  # it has been there all the time
+        assert post(server, {"messages": HI, "max_tokens": 5}).status_code == 200
 
 
 def test_key_is_needed_where_it_matters():
