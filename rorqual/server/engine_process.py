@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import io
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -384,6 +385,7 @@ def main(fd: int, load: Callable[[dict[str, Any]], Engine] = load_engine) -> int
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
     faulthandler.enable()
+    sys.stdout, sys.stderr = Lossy(sys.stdout), Lossy(sys.stderr)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # or a compiler that this process starts would keep the connection open
     channel = Channel(sock)
@@ -435,6 +437,32 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends, however that ends. Only Linux can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Lossy(io.TextIOBase):
+    """A text stream that loses what cannot be written: a full disk behind the log is no reason to end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """See `TextIO`."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """See `TextIO`."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        """See `TextIO`."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """See `TextIO`."""
+        return self._stream.isatty()
 
 
 def leave(code: int) -> None:

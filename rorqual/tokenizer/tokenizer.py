@@ -81,7 +81,8 @@ class Tokenizer:
             ValueError: the text is not valid Unicode (it has half of a surrogate pair).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of the backend's ways to encode, only those for batches let other threads run meanwhile.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             what = "lone surrogates" if isinstance(text, str) else type(text).__name__
             raise ValueError(f"a prompt must be text in valid Unicode, got {what}: clean it first") from None

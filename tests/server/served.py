@@ -135,3 +135,16 @@ def _wait(served: Served, timeout_s: float = 60.0) -> None:
                     return
         time.sleep(0.05)
     raise AssertionError(f"the server is not ready after {timeout_s} s:\n{served.text()}")
+
+
+LONG: dict[str, Any] = {"model": NAME, "prompt": "Hello", "temperature": 0, "ignore_eos": True, "max_tokens": 240}
+"""An answer that takes a while."""
+SHORT = LONG | {"max_tokens": 8}
+
+
+def complete(served: Served, **fields: Any) -> str:
+    """The text of a short answer."""
+    answer = httpx.post(f"{served.url}/v1/completions", json=SHORT | fields, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
