@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rorqual.cli.command import Command
@@ -33,12 +35,20 @@ def run(settings: Settings) -> int:
             )
         settings.set(EngineConfig, "model", settings.positionals[0], origin="MODEL")
     config, options = settings.build(EngineConfig), settings.build(ServerSettings)
+    _log_to_stderr()
+    # Until the server listens to signals; process 1 of a container would not even end by them.
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return _run(config, options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
+
+def _run(config: EngineConfig, options: ServerSettings) -> int:
     from rorqual.engine.model_files import open_tokenizer
     from rorqual.server.listener import bind
     from rorqual.server.serving import chosen_parsers
 
-    _log_to_stderr()
     sock = bind(options)
     try:
         tokenizer, model_config = open_tokenizer(config)
@@ -95,6 +105,10 @@ async def _announce(engine: ProcessEngineClient, server: HTTPServer, address: st
         return str(error)
     _say(f"{info.banner}\nserving  {address}\npaths    {ENDPOINTS}")
     return None
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
 def _say(text: str) -> None:

@@ -236,7 +236,6 @@ class Generation:
                         prompt.token_ids,
                         params,
                         request_id=uuid.uuid4().hex,  # a client's own id could be there twice
-                        prompt=prompt.text,
                         cache_salt=cache_salt,
                         streamed=streamed,
                     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -70,8 +70,8 @@ class ServerSettings(StrictModel):
     """No line of statistics."""
     stats_interval: Seconds = 10.0
     """Seconds between two lines of statistics; there are none while nothing runs."""
-    uvicorn_log_level: str = "warning"
-    """Log level of the HTTP server: critical, error, warning, info, debug or trace."""
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
+    """Log level of the HTTP server."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

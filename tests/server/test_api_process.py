@@ -194,6 +194,14 @@ def test_signal_lets_running_requests_end(sent):
             sock.bind(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
 
 
+@pytest.mark.parametrize("after_s", [1.0, 2.5])
+def test_signal_while_it_starts_ends_it(after_s):
+    with serve("--port=0", wait=False) as running:
+        time.sleep(after_s)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) in (0, -signal.SIGTERM)  # the latter while Python itself starts
+
+
 def _lives(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
