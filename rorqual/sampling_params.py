@@ -93,7 +93,7 @@ def _not_blank(text: str) -> str:
 class StructuredOutputs(StrictModel):
     """The form that an answer must have: exactly one field is given. vLLM's names."""
 
-    model_config = ConfigDict(strict=True, populate_by_name=True)
+    model_config = ConfigDict(strict=True)
 
     json_schema: Annotated[dict[str, Any] | bool, BeforeValidator(_json_schema)] | None = Field(None, alias="json")
     """A JSON schema, or its text; the answer is a value that it allows. Given as `json`."""
@@ -105,6 +105,14 @@ class StructuredOutputs(StrictModel):
     """A context-free grammar in Lark's or GBNF's notation; its first rule is called start, or root."""
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     """One of these strings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_back(cls, given: Any) -> Any:
+        """Take what `model_dump` says too, where `json`, which pydantic's models have a method of, is `json_schema`."""
+        if isinstance(given, dict) and "json_schema" in given and "json" not in given:
+            return {"json" if name == "json_schema" else name: value for name, value in given.items()}
+        return given
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:

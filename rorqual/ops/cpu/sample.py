@@ -287,9 +287,11 @@ def edit_logits(
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
     """See the reference; unpacks the rows that have a mask."""
     masked = logits.clone(memory_format=torch.contiguous_format)
-    words = np.ascontiguousarray(bitmask.numpy())
+    bits_of = {2: torch.int16, 4: torch.int32, 8: torch.int64}[masked.element_size()]  # NumPy knows no bfloat16
+    minus_infinity = torch.tensor(-torch.inf, dtype=masked.dtype).view(bits_of).item()
+    numbers, words = masked.view(bits_of).numpy(), np.ascontiguousarray(bitmask.numpy())
     for i, row in enumerate(rows.tolist()):
         if row >= 0:
-            bits = np.unpackbits(words[row].view(np.uint8), bitorder="little", count=logits.shape[1])
-            masked[i].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+            allowed = np.unpackbits(words[row].view(np.uint8), bitorder="little", count=logits.shape[1])
+            np.copyto(numbers[i], minus_infinity, where=allowed == 0)
     return masked
