@@ -163,22 +163,17 @@ def test_port_that_is_taken_ends_it_before_the_model_loads(server):
     assert time.monotonic() - started < 20
 
 
-def test_mistakes_are_one_line(tmp_path):
-    for flags, said in (
-        ([str(model_folder()), "--tool-call-parser=nope"], "tool_call_parser must be one of"),
-        ([str(tmp_path)], "config.json"),
-        ([str(model_folder()), "--num-kv-blocks=1", "--max-model-len=256", "--threads=1"], "--max-model-len"),
-        (["--model=a", "b"], "the model is given twice"),
-    ):
-        command = [sys.executable, "-m", "rorqual", "serve", *flags, "--port=0"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 2, ended.stderr
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("rorqual: error:")]
-        assert len(errors) == 1, ended.stderr
-        assert said in errors[0]
+def test_model_that_cannot_be_loaded_ends_it_with_one_line():
+    flags = [str(model_folder()), "--num-kv-blocks=1", "--max-model-len=256", "--threads=1", "--port=0"]
+    command = [sys.executable, "-m", "rorqual", "serve", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("rorqual: error:")]
+    assert len(errors) == 1, ended.stderr
+    assert "--max-model-len" in errors[0]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_lets_running_requests_end(sent):
     with serve() as running, ThreadPoolExecutor(1) as pool:
         engine = running.engine_pid
@@ -194,6 +189,7 @@ def test_signal_lets_running_requests_end(sent):
             sock.bind(("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_s", [1.0, 2.5])
 def test_signal_while_it_starts_ends_it(after_s):
     with serve("--port=0", wait=False) as running:
