@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if debug:
             traceback.print_exc()
-        print(f"rorqual: error: {' '.join(str(error).split())}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be a full disk
+            print(f"rorqual: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return EXIT_MISTAKE
 
 

@@ -46,6 +46,8 @@ class SafetensorsCheckpoint:
             self._files = _open_all(folder, _unindexed_files(folder))
             weight_map = _names_of(folder, self._files)
         self._file_of = weight_map
+        self._mapped: dict[str, Any] = {}
+        """Files that tensors were loaded from, opened once more: for torch, which is imported by that."""
         self._stored: dict[str, dict[str, StoredTensor]] = {}
         """By file, and in it by name."""
         self.size_bytes = sum(_data_bytes(folder / name) for name in self._files)
@@ -60,7 +62,10 @@ class SafetensorsCheckpoint:
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the CPU in its stored dtype, mapped from the file where possible."""
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        file = self._file_of[name]
+        if file not in self._mapped:
+            self._mapped[file] = safe_open(self.path / file, framework="pt")  # perhaps by several threads
+        tensor: torch.Tensor = self._mapped[file].get_tensor(name)
         return tensor
 
     def stored(self, name: str) -> StoredTensor | None:
@@ -123,7 +128,7 @@ def _open_all(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     files = {}
     for name in wanted:
         try:
-            files[name] = safe_open(folder / name, framework="pt")
+            files[name] = safe_open(folder / name, framework="np")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or cut short ({error}); fetch it again") from error
     return files
