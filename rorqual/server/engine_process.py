@@ -20,8 +20,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import msgspec
 
@@ -52,6 +53,7 @@ from rorqual.server.messages import (
 if TYPE_CHECKING:
     from rorqual.engine.engine import Engine
     from rorqual.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
+    from rorqual.structured import Grammar
 
 MAX_UNSENT_BYTES = 64 << 20
 """While more than this waits for the server to read it, no step is computed."""
@@ -118,10 +120,13 @@ class Channel:
             self.wait(left)
             self.flush()
 
-    def wait(self, seconds: float | None) -> None:
-        """Return when something has arrived, or something unsent can be sent, or after so many seconds."""
+    def wait(self, seconds: float | None, *, or_readable: int | None = None) -> None:
+        """Return when something has arrived, or something unsent can be sent, or there is something to read from
+        another descriptor, or after so many seconds."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        if or_readable is not None:
+            poll.register(or_readable, select.POLLIN)
         poll.poll(None if seconds is None else seconds * 1000)
 
     def receive(self) -> list[ToEngine]:
@@ -139,6 +144,14 @@ class Channel:
                 if len(data) < _CHUNK_BYTES:
                     break
         return messages
+
+
+class _Compiling(NamedTuple):
+    """A request that waits for its grammar."""
+
+    message: Submit
+    params: SamplingParams
+    grammar: Future[Grammar]
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +173,12 @@ class EngineLoop:
         """By the engine's id."""
         self._engine_ids: dict[str, str] = {}
         """The engine's ids by the server's."""
+        self._compiling: dict[str, _Compiling] = {}
+        """By the server's id."""
+        self._wake, self._waker = os.pipe()
+        """Read and written by grammars that are ready."""
+        os.set_blocking(self._waker, False)
+        os.set_blocking(self._wake, False)
         self._ended: list[tuple[_Request, RequestOutput]] = []
         """What `on_finish` has told since the last report."""
         self._stats_sent_s = time.monotonic()
@@ -177,12 +196,16 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     return
                 self._act(message)
+            if self._compiling:
+                self._add_compiled()
             is_full = channel.num_unsent_bytes > MAX_UNSENT_BYTES
             if self._running and not is_full:
                 self._step()
             channel.flush()
             if is_full or not self._running:
-                channel.wait(self._seconds_to_wait() if is_full else None)
+                channel.wait(self._seconds_to_wait() if is_full else None, or_readable=self._wake)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, _CHUNK_BYTES)
                 channel.flush()
             messages = channel.receive()
 
@@ -205,6 +228,9 @@ class EngineLoop:
                 if (engine_id := self._engine_ids.get(message.request_id)) is not None:
                     self._engine.abort(engine_id)
                     self._report([])
+                elif (waiting := self._compiling.pop(message.request_id, None)) is not None:
+                    waiting.grammar.cancel()
+                    self._channel.put(*_never_begun(waiting))
             case Ping():
                 self._channel.put(Pong(message.number))
             case ResetPrefixCache():
@@ -213,18 +239,48 @@ class EngineLoop:
                 raise MalformedFrame(f"the server sent {type(message).__name__} to an engine that runs")
 
     def _submit(self, message: Submit) -> None:
-        if message.request_id in self._engine_ids:
+        if message.request_id in self._engine_ids or message.request_id in self._compiling:
             raise MalformedFrame(f"the server sent request {message.request_id!r} twice")
+        try:
+            params = SamplingParams(**message.params)
+            grammar = self._engine.prepare(params)
+        except ValueError as error:
+            self._channel.put(Refused(message.request_id, str(error)))
+            return
+        if grammar is None:
+            self._add(message, params, None)
+        else:
+            self._compiling[message.request_id] = _Compiling(message, params, grammar)
+            grammar.add_done_callback(self._wake_up)
+
+    def _wake_up(self, _grammar: Future[Grammar]) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it will wake in any case
+            os.write(self._waker, b"g")
+
+    def _add_compiled(self) -> None:
+        """Queue the requests whose grammars are ready."""
+        for request_id, (message, params, grammar) in list(self._compiling.items()):
+            if not grammar.done():
+                continue
+            del self._compiling[request_id]
+            try:
+                compiled = grammar.result()
+            except ValueError as error:
+                self._channel.put(Refused(request_id, str(error)))
+            else:
+                self._add(message, params, compiled)
+
+    def _add(self, message: Submit, params: SamplingParams, grammar: Grammar | None) -> None:
         request = _Request(message.request_id, None)
         was_idle = not self._running
         try:
-            params = SamplingParams(**message.params)
             engine_id = self._engine.add_request(
                 message.prompt_token_ids,
                 params,
                 prompt=message.prompt,
                 cache_salt=message.cache_salt,
                 streamed=message.streamed,
+                grammar=grammar,
                 on_finish=functools.partial(self._note_end, request),
             )
         except ValueError as error:
@@ -317,6 +373,16 @@ def _last_words(request: _Request, output: RequestOutput) -> list[Delta]:
         for a, num_sent in zip(output.outputs, request.num_sent, strict=True)
         if a.finish_reason == "abort"
     ]
+
+
+def _never_begun(waiting: _Compiling) -> list[Deltas | Finished]:
+    """What is said of a request that is aborted before its grammar is there."""
+    message, params, _ = waiting
+    answers = range(params.n)
+    ends = [Delta(message.request_id, i, "", [], None, "abort", None, None) for i in answers]
+    whole = [Completion(i, "", [], None, "abort", None, None) for i in answers]
+    finished = Finished(message.request_id, whole, len(message.prompt_token_ids), 0)
+    return [Deltas(ends), finished] if message.streamed else [finished]
 
 
 def _finished(request: _Request, output: RequestOutput) -> Finished:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,61 @@ async def test_text_that_was_held_back_comes_with_the_abort(options):
     assert finished.completions[0].text.startswith("one####")
     assert (deltas[-1].finish_reason, deltas[-1].token_ids) == ("abort", [])
     assert deltas[-1].text.startswith("####")
+
+
+# ---- grammars ----------------------------------------------------------------------------------------------------
+
+DIGITS = {"structured_outputs": {"regex": "[0-9]{3}"}, "temperature": 0, "max_tokens": 8}
+
+
+async def test_a_grammar_is_followed_and_a_wrong_one_refused(client, llm):
+    expected = llm.generate([7, 8, 9], SamplingParams(**DIGITS), use_tqdm=False)[0]
+    assert expected.text.isdigit()
+    deltas, finished = await read(submit(client, [7, 8, 9], **DIGITS))
+    assert_same(finished, expected)
+    assert_deltas_add_up(deltas, finished)
+    with pytest.raises(RequestRefused, match="regular expression"):
+        await read(submit(client, [7], structured_outputs={"regex": "(["}))
+    with pytest.raises(RequestRefused, match="prompt is empty"):
+        await read(submit(client, [], **DIGITS))
+
+
+async def test_no_step_waits_for_a_grammar_and_whoever_waits_for_one_can_be_aborted(options, monkeypatch):
+    """A grammar that is being compiled until it is let go: others go on, an idle engine wakes for it."""
+    with tiny_llm(tokenizer=options["model"], skip_tokenizer_init=False) as llm:
+        engine, let_go, prepare = llm.engine, threading.Event(), llm.engine.prepare
+
+        def slow(params):
+            found = prepare(params)
+            if found is None:
+                return None
+            later: Future[Any] = Future()
+
+            def compile_it():
+                let_go.wait(10)
+                if later.set_running_or_notify_cancel():
+                    later.set_result(found.result())
+
+            threading.Thread(target=compile_it).start()
+            return later
+
+        monkeypatch.setattr(engine, "prepare", slow)
+        served = Served(llm)
+        served.send(Submit("slow", [7, 8, 9], DIGITS))
+        served.send(Submit("left", [7, 8, 9], DIGITS | {"n": 2}, streamed=True))
+        served.send(Submit("other", [7, 8, 9], {"temperature": 0, "max_tokens": 4}))
+        served.send(Abort("left"))
+        messages = served.read_until(lambda m: len(of_type(m, Finished)) == 2)
+        ends = {finished.request_id: finished for finished in of_type(messages, Finished)}
+        assert [c.finish_reason for c in ends["other"].completions] == ["length"]
+        assert [c.finish_reason for c in ends["left"].completions] == ["abort"] * 2
+        assert [d.finish_reason for m in of_type(messages, Deltas) for d in m.items] == ["abort"] * 2
+        await asyncio.sleep(0.1)  # idle
+        let_go.set()
+        (slow_end,) = of_type(served.read_until(lambda m: of_type(m, Finished)), Finished)
+        assert (slow_end.request_id, slow_end.completions[0].text.isdigit()) == ("slow", True)
+        served.end()
+    assert served.failure is None
 
 
 # ---- a server that does not read ---------------------------------------------------------------------------------
