@@ -10,6 +10,9 @@ from rorqual.server.messages import Delta, EngineInfo, EngineStats, Finished
 
 EngineState = Literal["loading", "ready", "dead"]
 
+RESPONSE_S = 1.0
+"""Seconds that `EngineClient.is_responsive` may take."""
+
 
 class RequestRefused(ValueError):
     """The prompt or the parameters can never be served; the text is for the user."""
@@ -73,7 +76,9 @@ class EngineClient(Protocol):
         ...
 
     async def is_responsive(self, timeout_s: float) -> bool:
-        """Whether the engine answers between two steps within so many seconds; False if it is dead or loading."""
+        """Whether the engine has answered every question of this kind within so many seconds, as it does between two
+        steps; False if it is dead or loading. Itself takes RESPONSE_S at most: a step may be longer than that.
+        """
         ...
 
     async def reset_prefix_cache(self) -> None:

@@ -15,7 +15,14 @@ from typing import Any, Self
 import msgspec
 
 from rorqual.sampling_params import SamplingParams
-from rorqual.server.engine_client import EngineClient, EngineDead, EngineState, RequestHandle, RequestRefused
+from rorqual.server.engine_client import (
+    RESPONSE_S,
+    EngineClient,
+    EngineDead,
+    EngineState,
+    RequestHandle,
+    RequestRefused,
+)
 from rorqual.server.frames import FrameReader, MalformedFrame, pack
 from rorqual.server.messages import (
     Abort,
@@ -169,6 +176,8 @@ class ProcessEngineClient(EngineClient):
         self._no_longer_loading = asyncio.Event()
         self._num_pings = 0
         self._pong: asyncio.Future[bool] | None = None
+        self._asked_s = 0.0
+        """When the ping was sent that it answers, on the event loop's clock."""
         """The outstanding ping's, which everybody who asks waits for."""
         self.on_steps: Callable[[list[int]], None] = lambda _tokens_per_step: None
         """Called with each `Stats.tokens_per_step` as it comes."""
@@ -244,12 +253,13 @@ class ProcessEngineClient(EngineClient):
         """See `EngineClient`."""
         if self._state != "ready":
             return False
+        loop = asyncio.get_running_loop()
         if self._pong is None:
-            self._pong = asyncio.get_running_loop().create_future()
+            self._pong, self._asked_s = loop.create_future(), loop.time()
             self._num_pings += 1
             self._send(Ping(self._num_pings))
-        done, _ = await asyncio.wait([self._pong], timeout=timeout_s)
-        return any(pong.result() for pong in done)
+        done, _ = await asyncio.wait([self._pong], timeout=min(timeout_s, RESPONSE_S))
+        return all(pong.result() for pong in done) if done else loop.time() - self._asked_s < timeout_s
 
     # ---- requests
 

@@ -56,8 +56,9 @@ class ServerSettings(StrictModel):
     """Seconds within which a request's headers, and then its body, must have come."""
     request_timeout: Seconds | None = None
     """Seconds after which a request is ended with 504. Default: none."""
-    health_timeout: Seconds = 10.0
-    """Seconds without a word from the engine after which /health says 503. Must be longer than its longest step."""
+    health_timeout: Seconds = 60.0
+    """Seconds without a word from the engine after which /health says 503. Must be longer than its longest step, which
+    a large model's prompts may make long on a CPU."""
     drain_timeout: Annotated[float, Field(ge=0)] = 60.0
     """Seconds that running requests get after SIGTERM."""
     timeout_keep_alive: Annotated[int, Field(ge=1)] = 5

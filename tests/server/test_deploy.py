@@ -10,6 +10,7 @@ import yaml
 
 from rorqual.cli.main import commands
 from rorqual.server.app import create_app
+from rorqual.server.engine_client import RESPONSE_S
 from rorqual.server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngineClient, chat_tokenizer
 
@@ -37,7 +38,7 @@ def test_probes_ask_paths_that_exist_and_wait_longer_than_the_server_takes(kuber
         asked[kind] = probe["httpGet"]["path"]
         assert ports[probe["httpGet"]["port"]] == ServerSettings().port
         if kind != "startup":
-            assert probe["timeoutSeconds"] > ServerSettings().health_timeout
+            assert probe["timeoutSeconds"] > RESPONSE_S
     assert asked == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
     assert set(asked.values()) <= set(paths)
     annotations = kubernetes["Deployment"]["spec"]["template"]["metadata"]["annotations"]
@@ -72,7 +73,7 @@ def test_the_image_runs_the_server_itself_without_rights_and_asks_for_its_health
     assert last["USER"] not in ("root", "0")
     flags, _, command = last["HEALTHCHECK"].partition(" CMD ")
     assert "--start-period=600s" in flags
-    assert float(re.search(r"--timeout=(\d+)s", flags)[1]) > ServerSettings().health_timeout
+    assert float(re.search(r"--timeout=(\d+)s", flags)[1]) > RESPONSE_S
     python, dash_c, code = json.loads(command)
     assert (python, dash_c) == ("python", "-c")
     compile(code, "HEALTHCHECK", "exec")

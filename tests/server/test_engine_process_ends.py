@@ -120,6 +120,9 @@ async def test_faults_in_a_step(options, capfd):
     start_s = time.monotonic()
     assert await asyncio.gather(hanging.is_responsive(0.1), hanging.is_responsive(0.3)) == [False, False]
     assert time.monotonic() - start_s < 1
+    assert await hanging.is_responsive(60)  # a step may take so long
+    assert time.monotonic() - start_s < 2
+    assert not await hanging.is_responsive(0.5)
     assert hanging._num_pings == 2  # one for those who ask while it is outstanding
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_client, "SECONDS_TO_END", 0.3)
