@@ -96,7 +96,7 @@ def hopper_tile(
     if x.shape[-1] != columns or 0 in (features, columns) or not (x.dim() == 2 or x.is_contiguous()):
         return None
     tile = choose_tile(x.numel() // columns, features, columns, gated=gated)
-    return tile if tile is not None and _is_hopper(x.device) and _suits_tma(x) and _suits_tma(weight) else None
+    return tile if tile is not None and is_hopper(x.device) and _suits_tma(x) and _suits_tma(weight) else None
 
 
 def _suits_tma(matrix: torch.Tensor) -> bool:
@@ -106,6 +106,7 @@ def _suits_tma(matrix: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether Hopper's own kernels run there."""
     interpreting = os.environ.get("TRITON_INTERPRET", "0") == "1"  # which knows no Gluon
     return not interpreting and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

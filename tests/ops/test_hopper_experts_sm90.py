@@ -55,7 +55,7 @@ def test_product_compiles_for_sm90(gated: bool, lead: int, monkeypatch: pytest.M
     recorded, (hidden, inner) = Recorded(), (2048, 768)
     monkeypatch.setattr(_hopper_experts_kernel, "hopper_experts_kernel", recorded)
     monkeypatch.setattr(_hopper_experts, "LEAD", lead)
-    monkeypatch.setattr(_hopper_experts, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(_hopper_experts, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(_hopper_experts, "takes_product", lambda x, w: True)
     monkeypatch.setattr(moe, "_moe_kernels", SimpleNamespace())
     columns, features = (hidden, inner) if gated else (inner, hidden)

@@ -69,7 +69,7 @@ def test_programs_have_room_and_gated_steps_are_64_columns():
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(_hopper_tiles, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(_hopper_tiles, "is_hopper", lambda device: True)
 
 
 def operands(rows: int = 40, columns: int = 128, features: int = 192, dtype: torch.dtype = BF16):

@@ -122,7 +122,7 @@ def test_the_listed_cases_are_those_that_it_takes(vendor, monkeypatch):
     monkeypatch.setattr(vendor, "_elsewhere", lambda *tensors: None)
     monkeypatch.setattr(vendor, "_refuse_gpu", lambda: None)
     for on_hopper, others in ((False, set()), (True, TAKEN_BY_HOPPER_TILES)):
-        monkeypatch.setattr(_hopper_tiles, "_is_hopper", lambda device, there=on_hopper: there)
+        monkeypatch.setattr(_hopper_tiles, "is_hopper", lambda device, there=on_hopper: there)
         taken = set()
         for case, make in CASES["linear"].items():
             args, options = make()

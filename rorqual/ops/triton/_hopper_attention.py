@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rorqual.ops.triton.launch import INTERPRETING
+from rorqual.ops._hopper_tiles import is_hopper
+from rorqual.ops.triton._hopper import boxes, num_multiprocessors
 
 HOPPER_TILE = {"BM": 128, "BN": 128, "STAGES": 2, "num_warps": 4}
 BOX_COLUMNS = 64
@@ -40,7 +40,7 @@ def takes_chunks(
         and scale > 0
         and sliding_window is None
         and all(cache.transpose(1, 2).is_contiguous() for cache in (key_cache, value_cache))
-        and _is_hopper(query.device)
+        and is_hopper(query.device)
     )
 
 
@@ -62,7 +62,7 @@ def attend_chunks(
     from rorqual.ops.triton._hopper_attention_kernel import hopper_chunk_kernel
 
     block_size, num_kv_heads = key_cache.shape[1:3]
-    hopper_chunk_kernel[(min(len(tiles) * num_kv_heads, _num_multiprocessors(query.device)),)](
+    hopper_chunk_kernel[(min(len(tiles) * num_kv_heads, num_multiprocessors(query.device)),)](
         query,
         _rows(key_cache),
         _rows(value_cache),
@@ -91,26 +91,11 @@ _described = WeakIdKeyDictionary()
 
 def _rows(cache: torch.Tensor) -> Any:
     """A cache [num_blocks, block_size, num_kv_heads, head_dim] as rows: a head's of a block, then the next head's."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     if cache not in _described:
         rows = cache.transpose(1, 2).view(-1, cache.shape[3])
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        shape, steps, box = [*rows.shape], [*rows.stride()], [cache.shape[1], BOX_COLUMNS]
-        _described[cache] = TensorDescriptor(rows, shape, steps, box, layout)
+        _described[cache] = boxes(rows, cache.shape[1], BOX_COLUMNS)
     return _described[cache]
 
 
 def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return not INTERPRETING and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
-from rorqual.ops.triton.launch import INTERPRETING
+from rorqual.ops._hopper_tiles import is_hopper
+from rorqual.ops.triton._hopper import boxes, num_multiprocessors
 
 ROWS, LINES, COLUMNS = 128, 128, 64
 """What TMA copies at once: rows, or lines of the weight, of 128 bytes. A tile has ROWS rows and 2 * LINES lines."""
@@ -27,7 +25,7 @@ def takes_product(x: torch.Tensor, w: torch.Tensor) -> bool:
         and w.shape[2] % COLUMNS == 0
         and x.stride(0) % 16 == 0
         and (x.data_ptr() | w.data_ptr()) % 16 == 0
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
 
 
@@ -49,9 +47,9 @@ def multiply(
     parts = -(-features // (LINES if gated else 2 * LINES))
     # Of a multiprocessor's 512 for each of a warp's lanes: two groups that multiply, and the warps that copy.
     multiplying, copying = (208, 88) if gated else (240, 24)
-    hopper_experts_kernel[(min(_num_multiprocessors(x.device), max_tiles * parts),)](
-        x if gated else _boxes(x, ROWS),
-        _boxes(w.view(-1, columns), LINES),
+    hopper_experts_kernel[(min(num_multiprocessors(x.device), max_tiles * parts),)](
+        x if gated else boxes(x, ROWS, COLUMNS),
+        boxes(w.view(-1, columns), LINES, COLUMNS),
         out,
         order,
         tiles,
@@ -69,21 +67,3 @@ def multiply(
         PRODUCER_REGISTERS=copying,
         num_warps=4,  # of one group: the kernel says how many there are
     )
-
-
-def _boxes(rows: torch.Tensor, height: int) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [height, COLUMNS], layout)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return not INTERPRETING and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

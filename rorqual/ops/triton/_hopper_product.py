@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rorqual.ops._hopper_tiles import HopperTile
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
+from rorqual.ops.triton._hopper import boxes
 
 
 def multiply_by_tiles(
@@ -26,7 +26,7 @@ def multiply_by_tiles(
 
     rows, features = out.shape
     hopper_product_kernel[(-(-features // tile.lines) * -(-rows // tile.rows),)](
-        _boxes(x, tile.rows, tile.step),
+        boxes(x, tile.rows, tile.step),
         _boxes_of_weight(weight, tile.lines, tile.step),
         out,
         rows,
@@ -50,21 +50,8 @@ _described = WeakIdKeyDictionary()
 
 def _boxes_of_weight(weight: torch.Tensor, height: int, width: int) -> Any:
     known = _described.setdefault(weight, {})
-    boxes = known.get((height, width))
-    if boxes is None or boxes.base.data_ptr() != weight.data_ptr():
+    found = known.get((height, width))
+    if found is None or found.base.data_ptr() != weight.data_ptr():
         # Of a tensor of its own, which shares the memory: the weight itself would be held for ever.
-        boxes = known[height, width] = _boxes(weight.detach(), height, width)
-    return boxes
-
-
-def _boxes(matrix: torch.Tensor, height: int, width: int) -> Any:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], _layout())
-
-
-@functools.cache
-def _layout() -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        found = known[height, width] = boxes(weight.detach(), height, width)
+    return found
