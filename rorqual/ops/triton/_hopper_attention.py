@@ -92,7 +92,8 @@ _described = WeakIdKeyDictionary()
 def _rows(cache: torch.Tensor) -> Any:
     """A cache [num_blocks, block_size, num_kv_heads, head_dim] as rows: a head's of a block, then the next head's."""
     if cache not in _described:
-        rows = cache.transpose(1, 2).view(-1, cache.shape[3])
+        # Of a tensor of its own, which shares the memory: the cache itself would be held for ever.
+        rows = cache.detach().transpose(1, 2).view(-1, cache.shape[3])
         _described[cache] = boxes(rows, cache.shape[1], BOX_COLUMNS)
     return _described[cache]
 
