@@ -267,7 +267,11 @@ def report(found: dict[str, Any]) -> str:
             if least is not None:
                 of_floor = f"{min(value / least, least / value):.0%}"
             once = len(parts.get(measure, {}).get("rounds_s", [])) == 1
-            row = [UNITS[measure] + (" (one round)" if once else ""), shown(measure, value), shown(measure, TARGETS[model][measure])]
+            row = [
+                UNITS[measure] + (" (one round)" if once else ""),
+                shown(measure, value),
+                shown(measure, TARGETS[model][measure]),
+            ]
             row += [shown(measure, least) if least is not None else "", of_floor]
             lines.append("| " + " | ".join([*row, *(shown(measure, each[at]) for each in peers.values())]) + " |")
         lines += ["", *step_table(parts), *stage_lines(parts)]
