@@ -20,13 +20,13 @@ from rorqual.server.logprobs import CompletionLogprobsWriter, TokenNames, prompt
 from rorqual.server.messages import Delta, Finished, TokenLogprob
 from rorqual.server.schemas.answer import Usage
 from rorqual.server.schemas.completions import (
-    Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionChunkChoice,
     CompletionFinishReason,
     CompletionLogprobs,
     CompletionRequest,
+    TextCompletion,
 )
 from rorqual.server.serving import Generation, Prompt, Serving, serving
 
@@ -75,7 +75,7 @@ def only_scores(request: CompletionRequest) -> bool:
     return request.max_tokens == 0 and bool(request.echo)
 
 
-class Answer:
+class CompletionAnswer:
     """One choice on its way."""
 
     def __init__(
@@ -174,17 +174,17 @@ class CompletionCall:
                 writer = None
                 if request.logprobs is not None:
                     writer = CompletionLogprobsWriter(state.tokenizer, params, request.logprobs, names)
-                self._answers.append(Answer(number * params.n + i, request, prompt, writer, text))
+                self._answers.append(CompletionAnswer(number * params.n + i, request, prompt, writer, text))
         self._finished: dict[int, Finished] = {}
         self._num_completion_tokens = 0
 
-    async def whole(self, generation: Generation) -> Completion:
+    async def whole(self, generation: Generation) -> TextCompletion:
         """All answers at once."""
         pieces: list[list[CompletionChunkChoice]] = [[] for _ in self._answers]
         async with aclosing(self._pieces(generation)) as events:
             async for piece in events:
                 pieces[piece.index].append(piece)
-        return Completion(**self._head, choices=[joined(of_answer) for of_answer in pieces], usage=self._usage())
+        return TextCompletion(**self._head, choices=[joined(of_answer) for of_answer in pieces], usage=self._usage())
 
     async def events(self, generation: Generation) -> AsyncGenerator[str]:
         """The stream's events, as they are sent."""
@@ -236,7 +236,7 @@ def _without_tokens(delta: Delta) -> Delta:
 
 @router.post(
     "/v1/completions",
-    response_model=Completion,
+    response_model=TextCompletion,
     responses={**DECLARED, 200: {"description": "The answers, or their events.", "content": EVENTS_DECLARED}},
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -59,7 +59,7 @@ def chat_logprobs(delta: Delta, count: int, names: TokenNames) -> chat_schemas.C
             for c in best(candidates, count)
         ]
         content.append(
-            chat_schemas.TokenLogprob(
+            chat_schemas.ChatTokenLogprob(
                 token=names.name(token),
                 logprob=max(token.logprob, LEAST),
                 bytes=None if place == last else names.bytes(token_id),

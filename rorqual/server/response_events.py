@@ -29,14 +29,14 @@ class ResponseBuilder:
         """The one that is being written; it is in the response already."""
         self._pieces: list[str] = []
         """Its text."""
-        self._logprobs: list[api.Logprob] = []
+        self._logprobs: list[api.OutputLogprob] = []
 
     def start(self) -> Iterator[api.Event]:
         """The first events."""
         for name in ("response.created", "response.in_progress"):
             yield api.ResponseEvent(type=name, sequence_number=self._next(), response=self.response)
 
-    def push(self, events: Sequence[Event], logprobs: Sequence[api.Logprob] = ()) -> Iterator[api.Event]:
+    def push(self, events: Sequence[Event], logprobs: Sequence[api.OutputLogprob] = ()) -> Iterator[api.Event]:
         """More of the answer; `logprobs` belong to the content in `events`."""
         for event in events:
             if isinstance(event, Content):
@@ -47,7 +47,7 @@ class ResponseBuilder:
             else:
                 yield from self._call(event)
 
-    def add_logprobs(self, logprobs: Sequence[api.Logprob]) -> None:
+    def add_logprobs(self, logprobs: Sequence[api.OutputLogprob]) -> None:
         """Of tokens that end the message without a text of their own."""
         if isinstance(self._item, api.OutputMessage):
             self._logprobs += logprobs
@@ -71,7 +71,7 @@ class ResponseBuilder:
 
     # --- items
 
-    def _text(self, text: str, logprobs: list[api.Logprob]) -> Iterator[api.Event]:
+    def _text(self, text: str, logprobs: list[api.OutputLogprob]) -> Iterator[api.Event]:
         if not isinstance(self._item, api.OutputMessage):
             yield from self._close("completed")
             yield from self._open(self._new_message())

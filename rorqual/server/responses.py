@@ -94,7 +94,7 @@ def _tools(body: api.ResponseRequest) -> tuple[list[dict[str, Any]] | None, str 
     choice = body.tool_choice
     if choice not in (None, "none", "auto") and not offered:
         raise bad_value("tool_choice needs tools, got none", param="tool_choice")
-    if not isinstance(choice, api.ToolChoice):
+    if not isinstance(choice, api.ResponseToolChoice):
         return offered or None, choice
     if choice.type == "function" and choice.name:
         names = [tool["function"]["name"] for tool in offered]
@@ -233,7 +233,7 @@ class ResponseCall:
         finished: Finished | None = None
         reason = ""
         thought = answered = begun = False
-        logprobs: list[api.Logprob] = []
+        logprobs: list[api.OutputLogprob] = []
         async with aclosing(generation.events()) as items:
             async for _, item in items:
                 if not begun:
@@ -276,15 +276,15 @@ class ResponseCall:
                 self._keep()  # before the client knows that it is there
             yield e
 
-    def _logprobs(self, delta: Delta, count: int) -> list[api.Logprob]:
+    def _logprobs(self, delta: Delta, count: int) -> list[api.OutputLogprob]:
         made = chat_logprobs(delta, count, self._names)
         return [
-            api.Logprob(
+            api.OutputLogprob(
                 token=entry.token,
                 logprob=entry.logprob,
                 bytes=entry.bytes or [],
                 top_logprobs=[
-                    api.TopLogprob(token=top.token, logprob=top.logprob, bytes=top.bytes or [])
+                    api.OutputTopLogprob(token=top.token, logprob=top.logprob, bytes=top.bytes or [])
                     for top in entry.top_logprobs
                 ],
             )
@@ -317,7 +317,7 @@ class ResponseCall:
             store=body.store is not False,
             temperature=params.temperature,
             text={"format": shown},
-            tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, api.ToolChoice) else choice,
+            tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, api.ResponseToolChoice) else choice,
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,

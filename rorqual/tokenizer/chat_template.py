@@ -218,7 +218,7 @@ def _environment() -> Environment:
     import jinja2
     from jinja2 import ext, nodes, parser, sandbox
 
-    class Generation(ext.Extension):
+    class GenerationTag(ext.Extension):
         """{% generation %} marks text to train on; here it is only a scope."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja's own attribute)
@@ -244,7 +244,7 @@ def _environment() -> Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
     )
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.filters["tojson"] = tojson

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     at: float
 
 
-class Response:
+class HttpResponse:
     """An answer whose body is read as it comes."""
 
     def __init__(self, status: int, connection: _Connection) -> None:
@@ -69,7 +69,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[Response]:
+    async def request(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[HttpResponse]:
         """Send a request; leaving before its body has ended closes the connection. Raises HttpError."""
         headers = {**self._headers, "Content-Type": "application/json", "Content-Length": str(len(body))}
         asked = h11.Request(method=method, target=self._prefix + path, headers=list(headers.items()))
@@ -82,7 +82,7 @@ class HttpClient:
             else:
                 connection.close()
 
-    async def _exchange(self, asked: h11.Request, body: bytes) -> tuple[_Connection, Response]:
+    async def _exchange(self, asked: h11.Request, body: bytes) -> tuple[_Connection, HttpResponse]:
         while self._idle:  # the server may have closed them meanwhile, which shows when they are used
             connection = self._idle.pop()
             try:
@@ -123,7 +123,7 @@ class _Connection:
         self.arrived = 0.0
         """When the newest data came."""
 
-    async def exchange(self, asked: h11.Request, body: bytes) -> Response:
+    async def exchange(self, asked: h11.Request, body: bytes) -> HttpResponse:
         """Send a request and wait for the head of its answer."""
         try:
             for sent in (asked, h11.Data(data=body), h11.EndOfMessage()):
@@ -133,7 +133,7 @@ class _Connection:
             raise HttpError("connection closed", f"the connection was closed: {error}") from None
         while not isinstance(event := await self.event(), h11.Response):
             pass  # 100 Continue and its kin
-        return Response(event.status_code, self)
+        return HttpResponse(event.status_code, self)
 
     async def event(self) -> object:
         """What comes next. Raises HttpError."""

@@ -36,7 +36,7 @@ class DeepSeekV31(ToolCallParser):
         yield from self._expect_end(_CALL_END)
 
 
-class DeepSeekV3(DeepSeekV31):
+class DeepSeekV3Calls(DeepSeekV31):
     """A call is `call begin` function `sep` NAME, a line break, ARGUMENTS in a code fence, `call end`: R1 and V3."""
 
     def _read_call(self) -> Steps[None]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rorqual.server.parsing import reasoning
-from rorqual.server.parsing.deepseek_calls import DeepSeekV3, DeepSeekV31
+from rorqual.server.parsing.deepseek_calls import DeepSeekV3Calls, DeepSeekV31
 from rorqual.server.parsing.json_calls import Hermes, JsonList, Llama3Json, Mistral
-from rorqual.server.parsing.markup_calls import DeepSeekV4, DeepSeekV32, DeepSeekV41, Qwen3Coder
+from rorqual.server.parsing.markup_calls import DeepSeekV4Calls, DeepSeekV32, DeepSeekV41, Qwen3Coder
 from rorqual.server.parsing.tool_calls import NamedCall, ToolCallParser
 from rorqual.server.parsing.tool_choice import function_of, read_tool_choice
 
@@ -17,10 +17,10 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": Hermes,
     "llama3_json": Llama3Json,
     "mistral": Mistral,
-    "deepseek_v3": DeepSeekV3,
+    "deepseek_v3": DeepSeekV3Calls,
     "deepseek_v31": DeepSeekV31,
     "deepseek_v32": DeepSeekV32,
-    "deepseek_v4": DeepSeekV4,
+    "deepseek_v4": DeepSeekV4Calls,
     "deepseek_v41": DeepSeekV41,
     "qwen3_coder": Qwen3Coder,
 }

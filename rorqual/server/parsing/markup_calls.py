@@ -136,7 +136,7 @@ class DeepSeekV32(MarkupCalls):
         return key, frozenset()
 
 
-class DeepSeekV4(DeepSeekV32):
+class DeepSeekV4Calls(DeepSeekV32):
     """The same in a block `tool_calls`."""
 
     markup = _dsml("｜DSML｜", "tool_calls")

@@ -74,7 +74,7 @@ class TopLogprob(AnswerModel):
     bytes: list[int] | None = None
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     """A token of the answer; `bytes` is null for one that is not in the text."""
 
     top_logprobs: list[TopLogprob]
@@ -83,7 +83,7 @@ class TokenLogprob(TopLogprob):
 class ChatLogprobs(AnswerModel):
     """One entry per token."""
 
-    content: list[TokenLogprob] | None = None
+    content: list[ChatTokenLogprob] | None = None
     refusal: None = None
 
 

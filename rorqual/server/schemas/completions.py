@@ -52,7 +52,7 @@ class CompletionChoice(AnswerModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(AnswerModel):
+class TextCompletion(AnswerModel):
     """All of them."""
 
     id: str

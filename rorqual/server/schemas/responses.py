@@ -55,7 +55,7 @@ class FunctionTool(RequestModel):
     strict: bool | None = None
 
 
-class ToolChoice(RequestModel):
+class ResponseToolChoice(RequestModel):
     """The function that must be called, or those that may be."""
 
     type: str
@@ -113,7 +113,7 @@ class ResponseRequest(SamplingFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False keeps only the first call."""
     include: list[str] | None = None
@@ -154,7 +154,7 @@ class ResponseRequest(SamplingFields):
 # --- responses
 
 
-class TopLogprob(AnswerModel):
+class OutputTopLogprob(AnswerModel):
     """A candidate."""
 
     token: str
@@ -162,10 +162,10 @@ class TopLogprob(AnswerModel):
     bytes: list[int]
 
 
-class Logprob(TopLogprob):
+class OutputLogprob(OutputTopLogprob):
     """A token of the text."""
 
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[OutputTopLogprob]
 
 
 class OutputText(AnswerModel):
@@ -174,7 +174,7 @@ class OutputText(AnswerModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[dict[str, Any]] = Field(default_factory=list)
-    logprobs: list[Logprob] = Field(default_factory=list)
+    logprobs: list[OutputLogprob] = Field(default_factory=list)
 
 
 class ReasoningText(AnswerModel):
@@ -358,7 +358,7 @@ class TextDeltaEvent(Event):
     output_index: int
     content_index: int
     delta: str
-    logprobs: list[Logprob]
+    logprobs: list[OutputLogprob]
 
 
 class TextDoneEvent(Event):
@@ -368,7 +368,7 @@ class TextDoneEvent(Event):
     output_index: int
     content_index: int
     text: str
-    logprobs: list[Logprob]
+    logprobs: list[OutputLogprob]
 
 
 class ReasoningDeltaEvent(Event):
