@@ -153,7 +153,7 @@ def test_lm_eval_itself(served: Served, tmp_path: Path) -> None:
             context, rest = (tokenize(served, text) for text in argument)
             expected = reference_logprobs(context + rest)
             by_hand = sum(float(expected[len(context) + i - 1, t]) for i, t in enumerate(rest))
-            assert float(answer) == pytest.approx(by_hand, abs=2e-3)
+            assert float(answer) == pytest.approx(by_hand, abs=1e-3)
 
 
 def _arguments(sample: dict[str, Any]) -> list[tuple[str, str]]:
