@@ -277,7 +277,7 @@ class Engine:
     def _fly_first(self) -> Flight | None:
         """Start a step when none is in flight."""
         with self.stats.stage("schedule"):
-            chunks = self.scheduler.schedule(self._pacing.prompt_limit)
+            chunks = self.scheduler.schedule(self._pacing.prompt_limit(self.scheduler.num_prompts))
         return self._take_off(chunks) if chunks else None
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
@@ -299,7 +299,7 @@ class Engine:
         with self.stats.stage("schedule"):
             self.scheduler.depart(chunk for chunk in flight.chunks if chunk.seq in self._answer_of)
             flight.has_departed = True
-            chunks = self.scheduler.schedule(self._pacing.prompt_limit)
+            chunks = self.scheduler.schedule(self._pacing.prompt_limit(self.scheduler.num_prompts))
         return self._take_off(chunks, flight.unread) if chunks else None
 
     def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight:

@@ -6,8 +6,9 @@ import statistics
 from collections import deque
 
 STRETCH = 1.6
-"""Steps should take at most so many times as long, on average, as one without prompt tokens. Below two, since the rule
-works with estimates, and a step that follows one with prompt tokens finds the caches cold."""
+"""While one prompt is under way, steps should take at most so many times as long, on average, as one without prompt
+tokens. Below two, since the rule works with estimates, and a step that follows one with prompt tokens finds the caches
+cold. What it adds counts once for each prompt: those who wait for a first word are worth as much as those who read."""
 FEWEST_TOKENS = 16
 """A prompt moves on by so many tokens at least, since each step reads its keys and values so far anew. Where they cost
 more than STRETCH allows, several steps without any go before them."""
@@ -36,12 +37,14 @@ class Pacing:
             alone = statistics.median(self._alone) if num_decodes and self._alone else 0.0
             self._per_token.append(max(seconds - alone, 0.1 * seconds) / num_prompt_tokens)
 
-    @property
-    def prompt_limit(self) -> int | None:
-        """Prompt tokens for a step beside streams, 0 for a step without; None until both costs are known."""
+    def prompt_limit(self, num_prompts: int) -> int | None:
+        """Prompt tokens for a step beside streams while so many prompts wait or are under way, 0 for a step without;
+        None until both costs are known."""
         if not self._alone or not self._per_token:
             return None
-        tokens = (STRETCH - 1) * statistics.median(self._alone) / statistics.median(self._per_token)
+        tokens = (
+            (STRETCH - 1) * max(1, num_prompts) * statistics.median(self._alone) / statistics.median(self._per_token)
+        )
         if tokens < FEWEST_TOKENS:
             return FEWEST_TOKENS if tokens * (self._steps_alone + 1) >= FEWEST_TOKENS else 0
         return int(tokens) // FEWEST_TOKENS * FEWEST_TOKENS

@@ -55,6 +55,11 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_prompts(self) -> int:
+        """Sequences that wait, or are working through more than one token."""
+        return len(self.waiting) + sum(seq.num_pending_tokens > 1 for seq in self.running)
+
     def why_never_fits(self, seq: Sequence) -> str | None:
         """Why this sequence could never run, or None."""
         return self.cache.why_never_fits(seq.max_len, max_chunk=self.max_num_batched_tokens)

@@ -15,7 +15,7 @@ def simulated(pacing: Pacing, *, fixed: float, per_token: float, noise: float = 
     rng = random.Random(1)
     seen = []
     for step in range(steps):
-        limit = pacing.prompt_limit
+        limit = pacing.prompt_limit(1)
         tokens = 0 if step % 3 == 0 else 256 if limit is None else limit
         seconds = (fixed + per_token * tokens) * (1 + noise * rng.random())
         if tokens and limit is not None:
@@ -44,7 +44,7 @@ def test_where_the_fewest_tokens_cost_too_much_several_steps_go_without(per_toke
     pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=fixed)
     pacing.record(num_decodes=1, num_prompt_tokens=64, seconds=fixed + 64 * per_token)
     for _ in range(600):
-        tokens = pacing.prompt_limit
+        tokens = pacing.prompt_limit(1)
         assert tokens in (0, FEWEST_TOKENS)
         seen.append(fixed + per_token * tokens)
         pacing.start(tokens)
@@ -55,18 +55,37 @@ def test_where_the_fewest_tokens_cost_too_much_several_steps_go_without(per_toke
 
 def test_no_limit_before_both_costs_are_known():
     pacing = Pacing()
-    assert pacing.prompt_limit is None
+    assert pacing.prompt_limit(1) is None
     pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=0.01)
-    assert pacing.prompt_limit is None
+    assert pacing.prompt_limit(1) is None
     pacing.record(num_decodes=0, num_prompt_tokens=100, seconds=0.02)
-    assert pacing.prompt_limit == int((STRETCH - 1) * 0.01 / 2e-4) // 16 * 16
+    assert pacing.prompt_limit(0) == pacing.prompt_limit(1) == int((STRETCH - 1) * 0.01 / 2e-4) // 16 * 16
+
+
+def test_each_prompt_adds_its_share():
+    pacing = Pacing()
+    pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=0.01)
+    pacing.record(num_decodes=0, num_prompt_tokens=100, seconds=0.02)
+    assert [pacing.prompt_limit(n) for n in (1, 4, 100)] == [16, 112, 2992]
 
 
 def test_few_tokens_say_nothing_about_their_cost():
     pacing = Pacing()
     pacing.record(num_decodes=1, num_prompt_tokens=0, seconds=0.01)
     pacing.record(num_decodes=1, num_prompt_tokens=2, seconds=0.05)
-    assert pacing.prompt_limit is None
+    assert pacing.prompt_limit(1) is None
+
+
+def test_prompts_are_those_who_wait_and_those_who_are_not_through():
+    run = Run(max_num_batched_tokens=64, num_blocks=256, max_num_seqs=2)
+    answering = run.add(4, 40)
+    run.until(lambda: answering.num_output_tokens == 2)
+    assert run.scheduler.num_prompts == 0
+    run.add(200, 1)
+    run.add(4, 1)
+    assert run.scheduler.num_prompts == 2
+    run.step()
+    assert (len(run.scheduler.waiting), run.scheduler.num_prompts) == (1, 2)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
