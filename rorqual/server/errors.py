@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -101,12 +102,19 @@ def bad_value(message: str, *, param: str | None = None, code: str | None = None
     return APIError(400, message, param=param, code=code)
 
 
+form_asked_as: ContextVar[str] = ContextVar("form_asked_as", default="structured_outputs")
+"""The field in which the request that is being answered asks for a form: the engine knows its own name for it alone."""
+
+
 def as_api_error(error: Exception) -> APIError:
     """What a client is told of any exception; the unexpected ones are logged."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestRefused):
-        return bad_value(str(error))
+        message, name = str(error), form_asked_as.get()
+        if message.startswith("structured_outputs:"):
+            return bad_value(name + message.removeprefix("structured_outputs"), param=name)
+        return bad_value(message)
     if isinstance(error, EngineDead):
         return APIError(503, f"the engine is not there: {error}", code="engine_dead")
     if isinstance(error, TimeoutError):

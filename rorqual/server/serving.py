@@ -15,7 +15,7 @@ from fastapi import Request
 
 from rorqual.sampling_params import SamplingParams
 from rorqual.server.engine_client import EngineClient, RequestHandle
-from rorqual.server.errors import APIError, bad_value
+from rorqual.server.errors import APIError, bad_value, form_asked_as
 from rorqual.server.messages import Delta, EngineInfo, Finished
 from rorqual.server.parsing import ParserFactory, ParserNames
 from rorqual.server.parsing.factory import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -144,6 +144,7 @@ class Serving:
         """
         given = {name: getattr(request, name) for name in SamplingFields.model_fields}
         asked_as, given["structured_outputs"] = structured_outputs(request)
+        form_asked_as.set(asked_as)
         given |= decided
         values = {name: value for name, value in given.items() if value is not None}
         if (limit := values.get("max_tokens")) is not None:

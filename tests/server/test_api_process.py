@@ -111,6 +111,8 @@ def test_form_is_kept(server):
         for stream in (False, True):
             response = complete(server, "x", stream=stream, **wrong)
             assert response.status_code == 400, response.text
+            assert [response.json()["error"]["param"]] == list(wrong)
+            assert response.json()["error"]["message"].startswith(f"{next(iter(wrong))}: ")
     assert complete(server, "x", max_tokens=1).status_code == 200
 
 
