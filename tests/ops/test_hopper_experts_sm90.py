@@ -6,53 +6,26 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from rorqual.ops.triton.launch import INTERPRETING
-from tests.ops.test_triton_linear_sm90 import POINTERS, SHARED_MEMORY
+from tests.ops.test_triton_linear_sm90 import SHARED_MEMORY
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-
 from rorqual.ops.triton import _hopper_experts, _hopper_experts_kernel, moe  # noqa: E402
+from tests.ops.recorded_gluon import Recorded  # noqa: E402
 
 KERNEL = _hopper_experts_kernel.hopper_experts_kernel
-
-
-class Recorded:
-    """In the kernel's place: compiles what it is launched with, specialised as a launch would."""
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
-            names, signature, aligned = KERNEL.arg_names, {}, {}
-            kept = {p.name for p in KERNEL.params if p.do_not_specialize}
-            for position, (name, value) in enumerate(zip(names, args, strict=False)):
-                if isinstance(value, torch.Tensor):
-                    signature[name] = POINTERS[value.dtype]
-                elif isinstance(value, int):
-                    signature[name] = "i32"
-                else:
-                    signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
-                if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in kept):
-                    aligned[(position,)] = [["tt.divisibility", 16]]
-            signature |= dict.fromkeys(constants, "constexpr")
-            values = {(names.index(name),): value for name, value in constants.items()}
-            source = GluonASTSource(KERNEL, signature, values, aligned)
-            self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-
-        return launch
 
 
 @pytest.mark.parametrize("lead", [0, 2])
 @pytest.mark.parametrize("gated", [True, False], ids=["gate_up", "down"])
 def test_product_compiles_for_sm90(gated: bool, lead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recorded, (hidden, inner) = Recorded(), (2048, 768)
+    recorded, (hidden, inner) = Recorded(KERNEL), (2048, 768)
     monkeypatch.setattr(_hopper_experts_kernel, "hopper_experts_kernel", recorded)
     monkeypatch.setattr(_hopper_experts, "LEAD", lead)
     monkeypatch.setattr(_hopper_experts, "num_multiprocessors", lambda device: 132)

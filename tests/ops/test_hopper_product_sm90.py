@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rorqual.ops.triton.launch import INTERPRETING
-from tests.ops.test_triton_linear_sm90 import POINTERS, SHARED_MEMORY, stack_bytes
+from tests.ops.test_triton_linear_sm90 import SHARED_MEMORY, stack_bytes
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-
 from rorqual.ops import _hopper_tiles  # noqa: E402
 from rorqual.ops._hopper_tiles import HopperTile  # noqa: E402
 from rorqual.ops.triton import _hopper_product, _hopper_product_kernel  # noqa: E402
+from tests.ops.recorded_gluon import Recorded  # noqa: E402
 
 KERNEL = _hopper_product_kernel.hopper_product_kernel
 TILES = sorted(
@@ -33,33 +30,9 @@ TILES = sorted(
 """All that a product can get, and whether it is gated."""
 
 
-class Recorded:
-    """In the kernel's place: compiles what it is launched with, specialised as a launch would."""
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
-            names, signature, aligned, values = KERNEL.arg_names, {}, {}, {}
-            kept = {p.name for p in KERNEL.params if p.do_not_specialize}
-            for position, (name, value) in enumerate(zip(names, args, strict=False)):
-                if isinstance(value, torch.Tensor):
-                    signature[name] = POINTERS[value.dtype]
-                elif isinstance(value, int):
-                    signature[name] = "i32"
-                else:
-                    signature[name] = f"tensordesc<bf16{value.block_shape},{value.layout!r}>"
-                if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in kept):
-                    aligned[(position,)] = [["tt.divisibility", 16]]
-            signature |= dict.fromkeys(constants, "constexpr")
-            values |= {(names.index(name),): value for name, value in constants.items()}
-            source = GluonASTSource(KERNEL, signature, values, aligned)
-            self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-
-        return launch
-
-
 @pytest.mark.parametrize(("tile", "gated"), TILES, ids=str)
 def test_tile_compiles_for_sm90(tile: HopperTile, gated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recorded = Recorded()
+    recorded = Recorded(KERNEL)
     monkeypatch.setattr(_hopper_product_kernel, "hopper_product_kernel", recorded)
     x, weight, out = (torch.zeros(n, c, dtype=torch.bfloat16) for n, c in ((256, 1024), (1024, 1024), (256, 1024)))
     _hopper_product.multiply_by_tiles(x, weight, out[:, :512] if gated else out, tile, gated=gated)
@@ -76,7 +49,7 @@ def test_tile_compiles_for_sm90(tile: HopperTile, gated: bool, monkeypatch: pyte
 
 
 def test_gated_steps_of_more_than_64_columns_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hopper_product_kernel, "hopper_product_kernel", Recorded())
+    monkeypatch.setattr(_hopper_product_kernel, "hopper_product_kernel", Recorded(KERNEL))
     x, weight, out = (torch.zeros(n, c, dtype=torch.bfloat16) for n, c in ((64, 256), (128, 256), (64, 64)))
     with pytest.raises(triton.CompilationError, match="steps of 64 columns"):
         _hopper_product.multiply_by_tiles(x, weight, out, HopperTile(64, 64, 128, 3), gated=True)

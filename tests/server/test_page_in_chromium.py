@@ -1,22 +1,19 @@
 """The chat page in a real browser, against an API that answers as it is told."""
 
 import asyncio
-import contextlib
 import json
 import os
-import socket
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rorqual.server import page
 from rorqual.server.app import create_app
 from rorqual.server.settings import ServerSettings
+from tests.cli.load_server import serving
 from tests.server import chromium
 from tests.server.fake_engine import FakeEngineClient, chat_tokenizer, says
 
@@ -96,24 +93,11 @@ class Api:
             raise
 
 
-@contextlib.contextmanager
-def served(app):
-    """Serve it on a thread; yields its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture
 def api():
     api = Api()
-    with served(api.app) as api.address:
+    with serving(api.app) as url:
+        api.address = f"{url}/"
         yield api
 
 
@@ -327,7 +311,7 @@ def test_it_fits_a_phone(api, dark):
 def test_the_server_itself():
     engine = FakeEngineClient(says("**Hi** there, world"), delay_s=0.01)
     settings = ServerSettings(served_model_name=("fake",), api_key=("secret",))
-    with served(create_app(engine, settings, chat_tokenizer())) as address, chromium.Page() as tab:
+    with serving(create_app(engine, settings, chat_tokenizer())) as address, chromium.Page() as tab:
         tab.open(address)
         tab.wait("document.getElementById('notice').innerText.includes('401')")
         tab.run("document.getElementById('key').focus()")
