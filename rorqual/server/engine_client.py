@@ -68,7 +68,6 @@ class EngineClient(Protocol):
         params: SamplingParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         cache_salt: str = "",
         streamed: bool = False,
     ) -> RequestHandle:

@@ -277,7 +277,6 @@ class EngineLoop:
             engine_id = self._engine.add_request(
                 message.prompt_token_ids,
                 params,
-                prompt=message.prompt,
                 cache_salt=message.cache_salt,
                 streamed=message.streamed,
                 grammar=grammar,

@@ -24,7 +24,6 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     prompt_token_ids: list[int]
     params: dict[str, Any]
     """Fields of `SamplingParams` that were set."""
-    prompt: str | None = None
     cache_salt: str = ""
     streamed: bool = False
     """Whether `Deltas` are wanted as tokens come; there is a `Finished` in any case."""

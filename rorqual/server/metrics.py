@@ -271,12 +271,11 @@ class _WatchedEngine:
         params: SamplingParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         cache_salt: str = "",
         streamed: bool = False,
     ) -> RequestHandle:
         handle = self._engine.submit(
-            prompt_token_ids, params, request_id=request_id, prompt=prompt, cache_salt=cache_salt, streamed=streamed
+            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, streamed=streamed
         )
         return _WatchedHandle(handle, self._metrics.on_request(params))
 

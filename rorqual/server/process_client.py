@@ -269,7 +269,6 @@ class ProcessEngineClient(EngineClient):
         params: SamplingParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         cache_salt: str = "",
         streamed: bool = False,
     ) -> ProcessRequestHandle:
@@ -284,7 +283,7 @@ class ProcessEngineClient(EngineClient):
         try:
             if not {int}.issuperset(map(type, prompt_token_ids)):  # the engine takes what is no message for a fault
                 raise ValueError("a prompt is a list of token ids")
-            frame = pack(Submit(request_id, prompt_token_ids, fields, prompt, cache_salt, streamed))
+            frame = pack(Submit(request_id, prompt_token_ids, fields, cache_salt, streamed))
         except (ValueError, TypeError, OverflowError) as error:
             handle.end(RequestRefused(f"this request cannot be sent to the engine: {error}"))
             return handle

@@ -104,7 +104,6 @@ class FakeRequest:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    prompt: str | None
     cache_salt: str
     streamed: bool
     aborted: bool = False
@@ -197,7 +196,6 @@ class FakeEngineClient:
         params: SamplingParams,
         *,
         request_id: str,
-        prompt: str | None = None,
         cache_salt: str = "",
         streamed: bool = False,
     ) -> FakeRequest:
@@ -205,7 +203,7 @@ class FakeEngineClient:
         if self.state != "ready":
             raise EngineDead(self.failure or "the model is loading")
         assert request_id not in {r.request_id for r in self.requests if not r.ended.is_set()}
-        request = FakeRequest(self, request_id, prompt_token_ids, params, prompt, cache_salt, streamed)
+        request = FakeRequest(self, request_id, prompt_token_ids, params, cache_salt, streamed)
         self.requests.append(request)
         task = asyncio.get_running_loop().create_task(self._serve(request))
         self._tasks.add(task)

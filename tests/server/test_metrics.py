@@ -52,7 +52,7 @@ class ScriptedEngine:
             raise EngineDead("loading")
         return INFO
 
-    def submit(self, prompt_token_ids, params, *, request_id, prompt=None, cache_salt="", streamed=False):
+    def submit(self, prompt_token_ids, params, *, request_id, cache_salt="", streamed=False):
         return ScriptedHandle(self, request_id)
 
 
