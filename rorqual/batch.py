@@ -15,7 +15,8 @@ class CacheView(NamedTuple):
     """Where the batch's tokens live in one cache group."""
 
     slot_mapping: torch.Tensor
-    """[num_tokens] int64: slot that each token writes, block * block_size + offset; -1 writes nothing."""
+    """[num_tokens] int64: slot that each token writes, block * rows per block + row; -1 writes nothing. Where a row
+    stands for several tokens, the last of them writes it."""
     block_tables: torch.Tensor
     """[num_seqs, max_blocks] int32: blocks of each sequence's context; what no query sees is any valid block."""
 
@@ -54,6 +55,10 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens in the batch."""
         return self.input_ids.shape[0]
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What the scratch holds under a name, made now by the first layer that asks."""
+        return once(self.scratch, name, make)
 
     @property
     def wants_all_in_order(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rorqual.cache.spec import GroupLayers
+from rorqual.cache.spec import CacheGroup
 
 
-def blocks_for_tokens(groups: Sequence[GroupLayers], num_tokens: int, *, block_size: int, max_chunk: int) -> list[int]:
+def blocks_for_tokens(groups: Sequence[CacheGroup], num_tokens: int, *, block_size: int, max_chunk: int) -> list[int]:
     """Blocks per group that one sequence of this length holds at most. The last token needs no slot."""
     all_blocks = -(-max(1, num_tokens - 1) // block_size)
     found = []
@@ -18,13 +18,13 @@ def blocks_for_tokens(groups: Sequence[GroupLayers], num_tokens: int, *, block_s
     return found
 
 
-def bytes_for_blocks(groups: Sequence[GroupLayers], num_blocks: Sequence[int], *, block_size: int) -> int:
+def bytes_for_blocks(groups: Sequence[CacheGroup], num_blocks: Sequence[int], *, block_size: int) -> int:
     """Bytes of so many blocks of each group."""
     return sum(g.bytes_per_block(block_size) * n for g, n in zip(groups, num_blocks, strict=True))
 
 
 def plan_blocks(
-    groups: Sequence[GroupLayers], budget_bytes: int, *, block_size: int, max_num_seqs: int, max_chunk: int
+    groups: Sequence[CacheGroup], budget_bytes: int, *, block_size: int, max_num_seqs: int, max_chunk: int
 ) -> list[int]:
     """The most blocks per group that fit the budget.
 

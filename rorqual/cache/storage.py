@@ -6,24 +6,50 @@ from collections.abc import Sequence
 
 import torch
 
-from rorqual.cache.spec import GroupLayers
+from rorqual.cache.spec import CacheGroup, KVSpec
+from rorqual.ops.row_cache import RowCache, allocate_rows
 from rorqual.ops.store_kvcache import LayerKV, allocate_kvcache
 
 
 class KVStorage:
-    """Keys and values of every layer, indexed by layer number."""
+    """What every cache of a model keeps, by its number in the model's list of specs."""
 
     def __init__(
-        self, groups: Sequence[GroupLayers], num_blocks: Sequence[int], *, block_size: int, device: torch.device
+        self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], *, block_size: int, device: torch.device
     ) -> None:
-        found: dict[int, LayerKV] = {}
-        for index, ((spec, layers), blocks) in enumerate(zip(groups, num_blocks, strict=True)):
-            for layer in layers:
-                cache = allocate_kvcache(
-                    blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
-                )
-                found[layer] = LayerKV(index, *cache)
-        self._layers = [found[layer] for layer in sorted(found)]
+        self._pairs: dict[int, LayerKV] = {}
+        self._rows: dict[int, tuple[RowCache, ...]] = {}
+        for index, (group, blocks) in enumerate(zip(groups, num_blocks, strict=True)):
+            spec, paging = group.spec, group.paging(block_size)
+            for number in group.caches:
+                if isinstance(spec, KVSpec):
+                    cache = allocate_kvcache(
+                        blocks, paging.rows, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
+                    )
+                    self._pairs[number] = LayerKV(index, *cache)
+                else:
+                    self._rows[number] = tuple(
+                        allocate_rows(
+                            blocks,
+                            paging.rows,
+                            part.width,
+                            group=index,
+                            dtype=part.dtype,
+                            record=part.record,
+                            device=device,
+                        )
+                        for part in spec.parts
+                    )
 
-    def __getitem__(self, layer: int) -> LayerKV:
-        return self._layers[layer]
+    def __getitem__(self, number: int) -> LayerKV:
+        """Keys and values of the cache of this number, whose spec is a KVSpec."""
+        return self._pairs[number]
+
+    def rows(self, number: int) -> tuple[RowCache, ...]:
+        """The parts of the cache of this number, whose spec is a RowSpec."""
+        return self._rows[number]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory, block by block along the first dimension."""
+        pairs = [tensor for kv in self._pairs.values() for tensor in (kv.key, kv.value)]
+        return pairs + [part.data for parts in self._rows.values() for part in parts]

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
-from rorqual.cache.spec import GroupLayers
+from rorqual.cache.spec import CacheGroup
 from rorqual.config import EngineConfig
 from rorqual.platform import available_memory, total_memory
 
@@ -257,7 +257,7 @@ class CacheSizing:
     """From bytes to blocks, and the sentences for when there are too few."""
 
     config: EngineConfig
-    groups: tuple[GroupLayers, ...]
+    groups: tuple[CacheGroup, ...]
     budget: CacheBudget
     max_num_seqs: int
     max_chunk: int

@@ -117,9 +117,8 @@ class ModelRunner:
         """The cache. Its first blocks hold zeros, so that idle batches, which see them, meet nothing odd."""
         resolved = self.resolved
         kv = KVStorage(resolved.groups, num_blocks, block_size=resolved.block_size, device=resolved.device)
-        for layer in (layer for group in resolved.groups for layer in group.layers):
-            kv[layer].key[0].zero_()
-            kv[layer].value[0].zero_()
+        for memory in kv.tensors():
+            memory[0].zero_()
         return kv
 
     def _load(self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rorqual.cache.sizing import bytes_for_blocks
-from rorqual.cache.spec import GroupLayers, group_layers
+from rorqual.cache.spec import CacheGroup, group_caches
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
@@ -45,7 +45,7 @@ class ResolvedConfig:
     block_size: int
     enable_prefix_caching: bool
     async_scheduling: bool
-    groups: tuple[GroupLayers, ...]
+    groups: tuple[CacheGroup, ...]
     num_blocks: tuple[int, ...]
     """Per cache group; () until the cache is sized, which on a GPU is after loading."""
     num_parameters: int
@@ -104,7 +104,7 @@ def resolve(
         block_size=config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling and device.type == "cuda",
-        groups=group_layers(sketch.kv_specs),
+        groups=group_caches(sketch.kv_specs),
         num_blocks=(),
         num_parameters=sum(math.prod(shape) for shape in loaded),
         weight_bytes=weight_bytes,

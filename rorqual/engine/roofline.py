@@ -59,7 +59,7 @@ class AttentionCost(NamedTuple):
 
     def work(self, visible: int, stored: int) -> Work:
         """`visible`: keys that all queries see together; `stored`: tokens whose keys and values move, in or out."""
-        num_bytes = self.num_layers * self.spec.bytes_per_token() * stored
+        num_bytes = self.num_layers * self.spec.bytes_per_row() * stored
         return Work(num_bytes, self.num_layers * 4 * self.num_heads * self.spec.head_dim * visible)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -61,6 +62,11 @@ class Placement:
     """The model's own, so that its layers share them and two models do not."""
     quantization: Quantization | None = None
     """What the layers hold; `build_model` takes it from the config if it is not given here."""
+    index_cache_format: Literal["plain", "fp8", "fp4"] = "plain"
+    """What the keys of an indexer are kept in: numbers of kv_cache_dtype, or behind a Hadamard transform in FP8 or FP4,
+    to which its queries are rounded too."""
+    with_mtp: bool = False
+    """Whether to build the multi-token-prediction blocks of a checkpoint that has them."""
 
     def format_of(self, prefix: str, *names: str) -> LinearFormat | None:
         """The format of the linear layers `names` below `prefix`, which are one product; None if not quantised."""

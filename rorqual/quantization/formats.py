@@ -83,6 +83,8 @@ FP8_ROW = QuantFormat("fp8_row", "e4m3", (1, 128), "float32")
 """Activations beside FP8_BLOCK."""
 FP8_ROW_UE8M0 = QuantFormat("fp8_row_ue8m0", "e4m3", (1, 128), "ue8m0")
 """Activations beside FP8_BLOCK_UE8M0."""
+FP8_64 = QuantFormat("fp8_64", "e4m3", (1, 64), "ue8m0")
+"""Cached entries of DeepSeek-V4."""
 MXFP8 = QuantFormat("mxfp8", "e4m3", (1, 32), "ue8m0")
 """OCP MXFP8."""
 MXFP8_TILE = QuantFormat("mxfp8_tile", "e4m3", (32, 32), "ue8m0")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from rorqual.quantization.formats import FP4_E4M3, FP8_ROW, MXFP4, MXFP8, QuantFormat
+from rorqual.quantization.formats import FP4_E4M3, FP8_64, FP8_ROW, MXFP4, MXFP8, QuantFormat
+from rorqual.quantization.qtensor import QTensor
 
 _ALIGNMENT = 32
 """Blocks begin at multiples of so many bytes."""
@@ -28,18 +29,25 @@ class RecordViews(NamedTuple):
     """[num_blocks, block_size, n]: n = dims of float8_e4m3fn or bfloat16, or dims / 2 of int8 (two e2m1 codes each)."""
     scales: torch.Tensor | None
     """[num_blocks, block_size, dims / group]: uint8 (UE8M0), float8_e4m3fn or float32; None for bfloat16."""
+    plain: torch.Tensor | None = None
+    """[num_blocks, block_size, plain_dims] of bfloat16; None where there are none."""
 
 
 @dataclass(frozen=True)
 class KVRecord:
-    """One token's bytes: `dims` values, and one scale per `format.block[1]` of them."""
+    """One token's bytes: `dims` values, and one scale per `format.block[1]` of them; behind the values, perhaps,
+    `plain_dims` more numbers in bfloat16."""
 
     name: str
     dims: int
     format: QuantFormat | None
     """None keeps bfloat16."""
     interleaved: bool = True
-    """[values | scales] per token; False: per block, all values and then all scales."""
+    """[values | plain | scales] per token; False: per block, all values and then all scales."""
+    plain_dims: int = 0
+    """Numbers behind the values that stay bfloat16: the rotated channels of DeepSeek-V4's entries."""
+    padding: int = 0
+    """Bytes behind the scales that nobody reads."""
 
     def __post_init__(self) -> None:
         rows, columns = (1, 1) if self.format is None else self.format.block
@@ -48,6 +56,8 @@ class KVRecord:
                 f"record {self.name} must have a multiple of {columns} values and scales of its own per token, got "
                 f"{self.dims} values and blocks of {rows} x {columns}"
             )
+        if (self.plain_dims or self.padding) and (self.format is None or not self.interleaved):
+            raise ValueError(f"record {self.name}: only quantised records of whole tokens have numbers beside them")
 
     @cached_property
     def num_scales(self) -> int:
@@ -78,10 +88,15 @@ class KVRecord:
         """Bytes of a token's scales."""
         return 0 if self.scale_dtype is None else self.num_scales * self.scale_dtype.itemsize
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token."""
+        return self.dims + self.plain_dims
+
     @cached_property
     def bytes(self) -> int:
         """Bytes of a token."""
-        return self.value_bytes + self.scale_bytes
+        return self.value_bytes + 2 * self.plain_dims + self.scale_bytes + self.padding
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device | None = None) -> torch.Tensor:
         """uint8 [num_blocks, block_size, 1, bytes], not initialised.
@@ -118,8 +133,12 @@ class KVRecord:
         """The values and the scales of every slot, as views of the cache. Raises ValueError as `check`."""
         self.check(cache)
         records = cache[:, :, 0]
+        plain = None
         if self.interleaved:
-            values, scales = records[..., : self.value_bytes], records[..., self.value_bytes :]
+            values, scales_at = records[..., : self.value_bytes], self.value_bytes + 2 * self.plain_dims
+            scales = records[..., scales_at : scales_at + self.scale_bytes]
+            if self.plain_dims:
+                plain = records[..., self.value_bytes : scales_at].view(torch.bfloat16)
         else:
             (num_blocks, block_size, _), stride = records.shape, cache.stride(0)
             start = cache.storage_offset() + block_size * self.value_bytes
@@ -129,7 +148,29 @@ class KVRecord:
             )
         if self.scale_dtype is None:
             return RecordViews(values.view(self.value_dtype), None)
-        return RecordViews(values.view(self.value_dtype), scales.view(self.scale_dtype))
+        return RecordViews(values.view(self.value_dtype), scales.view(self.scale_dtype), plain)
+
+    def encode(self, rows: torch.Tensor) -> RecordViews:
+        """Rows [n, width] of a float dtype as the numbers that records hold: [n, ...] each, as `split` names them."""
+        if self.format is None:
+            return RecordViews(rows.to(torch.bfloat16), None)
+        made = QTensor.quantize(rows[:, : self.dims].contiguous(), self.format)
+        return RecordViews(
+            made.values, made.scales, rows[:, self.dims :].to(torch.bfloat16) if self.plain_dims else None
+        )
+
+    def decode(self, cache: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """float32 [..., width] of the records at (block [...], offset [...]): value * scale."""
+
+        def taken(view: torch.Tensor) -> torch.Tensor:
+            # As bytes where a dtype has no indexed read on every device.
+            return view.view(torch.uint8)[where].view(view.dtype) if view.itemsize == 1 else view[where]
+
+        values, scales, plain = self.split(cache)
+        if self.format is None or scales is None:
+            return taken(values).float()
+        found = QTensor(taken(values), taken(scales), self.format).dequantize()
+        return found if plain is None else torch.cat((found, taken(plain).float()), dim=-1)
 
 
 V41 = KVRecord("V41", 512, MXFP8)
@@ -142,6 +183,8 @@ INDEX_FP8 = KVRecord("INDEX_FP8", 128, FP8_ROW, interleaved=False)
 """132 bytes, float32 scale."""
 INDEX_MXFP8 = KVRecord("INDEX_MXFP8", 128, MXFP8, interleaved=False)
 """132 bytes, UE8M0 scales."""
+V4 = KVRecord("V4", 448, FP8_64, plain_dims=64, padding=1)
+"""584 bytes: DeepSeek-V4's windows and compressed entries."""
 RECORDS = (V41, V41_FP4, INDEX_FP4, INDEX_FP8, INDEX_MXFP8)
 """The records that have a name of their own."""
 

@@ -28,7 +28,7 @@ def test_fp8_takes_a_byte_per_value(name):
     with tiny_llm("qwen3", kv_cache_dtype=name) as small, tiny_llm("qwen3") as large:
         assert small.engine.resolved.kv_cache_dtype == FP8
         spec = small.engine.resolved.groups[0].spec
-        assert spec.bytes_per_token() == 2 * spec.num_kv_heads * spec.head_dim
+        assert spec.bytes_per_row() == 2 * spec.num_kv_heads * spec.head_dim
         assert 4 * small.engine.resolved.kv_cache_bytes == large.engine.resolved.kv_cache_bytes
         assert small.engine._runner.kv[0].key.dtype == FP8
 

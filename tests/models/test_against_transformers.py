@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rorqual import SamplingParams
-from rorqual.cache.spec import group_layers
+from rorqual.cache.spec import group_caches
 from rorqual.cache.storage import KVStorage
 from rorqual.distributed.mesh import Mesh
 from rorqual.engine.batch_builder import build_batch
@@ -39,7 +39,7 @@ def logits_by_chunks(
     model = build_model(checkpoint.config, Placement(Mesh.single(), torch.float32, cpu, kv_cache_dtype, MAX_LEN))
     load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=1)
     prepare_weights(model)
-    groups = group_layers(model.kv_specs)
+    groups = group_caches(model.kv_specs)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     kv = KVStorage(groups, [2 * num_blocks] * len(groups), block_size=BLOCK_SIZE, device=cpu)
     for layer in range(len(model.kv_specs)):

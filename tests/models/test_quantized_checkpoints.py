@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rorqual import LLM, SamplingParams
-from rorqual.cache.spec import group_layers
+from rorqual.cache.spec import group_caches
 from rorqual.cache.storage import KVStorage
 from rorqual.distributed.mesh import Mesh
 from rorqual.engine.batch_builder import build_batch
@@ -112,7 +112,7 @@ def logits(folder: Path, token_ids: list[int], **options) -> torch.Tensor:
     """float32 [num_tokens, vocab] of a text at once."""
     model = load(folder, **options)
     prepare_weights(model)
-    groups = group_layers(model.kv_specs)
+    groups = group_caches(model.kv_specs)
     kv = KVStorage(groups, [16] * len(groups), block_size=4, device=CPU)
     seq = Sequence(0, list(token_ids), len(token_ids), 64)
     seq.block_tables = [array("i", range(16)) for _ in groups]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rorqual.cache.spec import GroupLayers, KVSpec
+from rorqual.cache.spec import CacheGroup, KVSpec
 from rorqual.config import EngineConfig
 from rorqual.engine.memory import (
     SLACK,
@@ -143,7 +143,7 @@ PER_BLOCK = 2 * 8 * 128 * 2 * 16 * 32
 
 
 def sized(plan: MemoryPlan, **options: Any) -> tuple[tuple[int, ...], int]:
-    group = GroupLayers(KVSpec(8, 128, torch.bfloat16), tuple(range(32)))
+    group = CacheGroup(KVSpec(8, 128, torch.bfloat16), tuple(range(32)))
     config = EngineConfig(**options)
     return CacheSizing(config, (group,), gpu_budget(plan), max_num_seqs=256, max_chunk=8192).size(
         config.max_model_len or 40_000

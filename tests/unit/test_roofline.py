@@ -55,7 +55,7 @@ def test_sizes_of_a_dense_model_with_a_tied_head():
     assert cost.dense_bytes == 2 * (2 * LAYER + NORMS) == 31040
     assert (cost.head_values, cost.head_bytes) == (HEAD, 2 * HEAD)
     (attention,) = cost.attention
-    assert (attention.num_layers, attention.num_heads, attention.spec.bytes_per_token()) == (2, 4, KV)
+    assert (attention.num_layers, attention.num_heads, attention.spec.bytes_per_row()) == (2, 4, KV)
     assert cost.experts == ()
 
 
@@ -175,4 +175,4 @@ def test_published_sizes():
     assert resolved.dtype == torch.bfloat16
     assert cost.dense_values + cost.head_values == pytest.approx(0.6e9, rel=0.01)  # Qwen3-0.6B
     (attention,) = cost.attention
-    assert attention.num_layers * attention.spec.bytes_per_token() == 112 * 1024  # a token's keys and values
+    assert attention.num_layers * attention.spec.bytes_per_row() == 112 * 1024  # a token's keys and values

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
-from rorqual.cache.spec import GroupLayers, KVSpec, group_layers
+from rorqual.cache.spec import CacheGroup, KVSpec, group_caches
 
 BLOCK = 4
 
 
-def group(num_layers: int = 1, window: int | None = None, num_kv_heads: int = 2, dtype=torch.float32) -> GroupLayers:
-    return GroupLayers(KVSpec(num_kv_heads, 8, dtype, window), tuple(range(num_layers)))
+def group(num_layers: int = 1, window: int | None = None, num_kv_heads: int = 2, dtype=torch.float32) -> CacheGroup:
+    return CacheGroup(KVSpec(num_kv_heads, 8, dtype, window), tuple(range(num_layers)))
 
 
-def plan(groups: list[GroupLayers], budget: int, **options) -> list[int]:
+def plan(groups: list[CacheGroup], budget: int, **options) -> list[int]:
     return plan_blocks(groups, budget, **({"block_size": BLOCK, "max_num_seqs": 3, "max_chunk": 16} | options))
 
 
-def size_of(groups: list[GroupLayers], num_blocks: list[int]) -> int:
+def size_of(groups: list[CacheGroup], num_blocks: list[int]) -> int:
     return bytes_for_blocks(groups, num_blocks, block_size=BLOCK)
 
 
@@ -32,17 +32,17 @@ CAP = 3 * (2 + 1) + 4 + 1
 
 
 def test_bytes_of_a_block_are_those_of_its_keys_and_values():
-    assert KVSpec(2, 8, torch.float32).bytes_per_token() == 2 * 2 * 8 * 4
-    assert KVSpec(2, 8, torch.bfloat16).bytes_per_token() == 2 * 2 * 8 * 2
+    assert KVSpec(2, 8, torch.float32).bytes_per_row() == 2 * 2 * 8 * 4
+    assert KVSpec(2, 8, torch.bfloat16).bytes_per_row() == 2 * 2 * 8 * 2
     assert group(3, dtype=torch.bfloat16).bytes_per_block(16) == 3 * 64 * 16
     assert size_of([group(1), group(2)], [5, 7]) == 128 * BLOCK * (5 + 2 * 7)
 
 
 def test_layers_are_grouped_by_what_they_keep():
     full, window = KVSpec(2, 8, torch.float32), KVSpec(2, 8, torch.float32, 4)
-    assert group_layers([window, full, window, full, full]) == (
-        GroupLayers(window, (0, 2)),
-        GroupLayers(full, (1, 3, 4)),
+    assert group_caches([window, full, window, full, full]) == (
+        CacheGroup(window, (0, 2)),
+        CacheGroup(full, (1, 3, 4)),
     )
 
 
