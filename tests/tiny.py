@@ -73,10 +73,55 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_DEEPSEEK = _BASE | {
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_theta": 1e4,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 128,
+    },
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+DEEPSEEK_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3_noqlora": (
+        "deepseek_v3",
+        _DEEPSEEK | {"q_lora_rank": None, "rope_scaling": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    ),
+    # Heads enough that no index score is exactly zero.
+    "deepseek_v32": ("deepseek_v32", _DEEPSEEK | {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}),
+}
+"""Those that keep something else than keys and values; the suites over CONFIGS leave them to suites of their own."""
+
+
 @functools.cache
 def reference_model(name: str, seed: int = 0) -> Any:
     """The transformers model of a config, in float32 on the CPU, with random weights."""
-    model_type, options = CONFIGS[name]
+    model_type, options = (CONFIGS | DEEPSEEK_CONFIGS)[name]
+    if name in DEEPSEEK_CONFIGS:
+        return random_deepseek(model_type, options, seed)
     return random_model(model_type, options, seed)
 
 
@@ -95,6 +140,56 @@ def random_model(model_type: str, options: dict[str, Any], seed: int = 0) -> Any
                 # Wide logits, so that a greedy token does not hang on the last bit.
                 parameter.copy_(noise * 2.0 / parameter.shape[-1] ** 0.5)
     return model.eval()
+
+
+def random_deepseek(model_type: str, options: dict[str, Any], seed: int = 0) -> Any:
+    """As `random_model`, with weights that give a DeepSeek model sharp attention, uneven experts and alive streams.
+
+    Weights are numbers that bfloat16 holds, so that a checkpoint in either dtype is the same model.
+    """
+    config = AutoConfig.for_model(model_type, **options)
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for tensor_name, tensor in [*made.named_parameters(), *made.named_buffers()]:
+        kind = tensor_name.rpartition(".")[2]
+        if kind.endswith("inv_freq"):
+            continue
+        if not tensor.is_floating_point():  # experts of a token
+            drawn = [torch.randperm(config.n_routed_experts, generator=generator)[: tensor.shape[1]] for _ in tensor]
+            tensor.data.copy_(torch.stack(drawn))
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        spread, mean = _spread_of(tensor_name, kind, tensor.dim())
+        if tensor.dim() > 1 and kind != "position_bias" and "embed_tokens" not in tensor_name:
+            spread /= tensor.shape[-1] ** 0.5
+        tensor.data.copy_((noise * spread + mean).bfloat16())
+    return made.eval()
+
+
+def _spread_of(name: str, kind: str, dims: int) -> tuple[float, float]:
+    """(spread, mean) of a DeepSeek model's tensor, that of a matrix before it is divided by its inputs' root."""
+    by_kind = {
+        "e_score_correction_bias": (0.1, 0.0),
+        "bias": (0.1, 0.0),
+        "sinks": (1.0, 0.5),
+        "position_bias": (0.7, 0.0),
+        "base": (0.5, 0.0),
+        "hc_base": (0.5, 0.0),
+        "scale": (0.2, 0.8),
+        "hc_scale": (0.2, 0.8),
+        "fn": (1.0, 0.0),
+        "hc_fn": (1.0, 0.0),
+    }
+    if kind in by_kind:
+        return by_kind[kind]
+    if dims == 1:
+        return 0.15, 1.0  # norms
+    gains = {"lm_head": 2.0, "q_proj": 1.7, "q_b_proj": 1.7, "kv_b_proj": 1.7, "down_proj": 1.3, "o_proj": 1.3}
+    gains |= {"o_b_proj": 1.3, "gate_up_proj": 1.5, "up_proj": 1.5, "gate_proj": 1.5, "gate.weight": 1.5}
+    return next((gain for part, gain in gains.items() if part in name), 1.0), 0.0
 
 
 @functools.cache
