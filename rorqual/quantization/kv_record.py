@@ -1,8 +1,8 @@
 """KVRecord: the bytes that a cache keeps for one token, and where they lie in a block.
 
-A cache of records is a uint8 tensor [num_blocks, block_size, 1, bytes]. The records of DeepSeek-V4.1's main and window
-caches are whole: [values | scales] token by token. Those of its index cache are laid out over the block: the values of
-all tokens, then the scales of all tokens. Source: DeepInfer 0.1.0's cache formats.
+A cache of records is a uint8 tensor [num_blocks, block_size, 1, bytes]. The records of DeepSeek-V4's and V4.1's main
+and window caches are whole: [values | plain numbers | scales] token by token. Those of their index caches are laid out
+over the block: the values of all tokens, then the scales of all tokens. Source: DeepInfer 0.1.0's cache formats.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ class KVRecord:
     format: QuantFormat | None
     """None keeps bfloat16."""
     interleaved: bool = True
-    """[values | plain | scales] per token; False: per block, all values and then all scales."""
+    """[values | plain | scales | padding] per token; False: per block, all values and then all scales."""
     plain_dims: int = 0
     """Numbers behind the values that stay bfloat16: the rotated channels of DeepSeek-V4's entries."""
     padding: int = 0
@@ -58,6 +58,11 @@ class KVRecord:
             )
         if (self.plain_dims or self.padding) and (self.format is None or not self.interleaved):
             raise ValueError(f"record {self.name}: only quantised records of whole tokens have numbers beside them")
+        if self.plain_dims and (self.value_bytes % 2 or self.bytes % 2):
+            raise ValueError(
+                f"record {self.name}: bfloat16 numbers begin at even bytes, got {self.value_bytes} bytes of values in "
+                f"{self.bytes}: choose another padding"
+            )
 
     @cached_property
     def num_scales(self) -> int:
@@ -186,12 +191,39 @@ INDEX_MXFP8 = KVRecord("INDEX_MXFP8", 128, MXFP8, interleaved=False)
 V4 = KVRecord("V4", 448, FP8_64, plain_dims=64, padding=1)
 """584 bytes: DeepSeek-V4's windows and compressed entries."""
 RECORDS = (V41, V41_FP4, INDEX_FP4, INDEX_FP8, INDEX_MXFP8)
-"""The records that have a name of their own."""
+"""The records that have a name of their own, and no numbers beside their values."""
 
 
 def bf16_record(dims: int) -> KVRecord:
     """A record of `dims` bfloat16 values without scales."""
     return KVRecord(f"BF16_{dims}", dims, None)
+
+
+def entry_record(dims: int, plain_dims: int) -> KVRecord:
+    """V4 for `dims` channels in e4m3 and `plain_dims` rotated ones in bfloat16, padded to a multiple of 8 bytes.
+
+    Raises ValueError unless dims is a multiple of 64.
+    """
+    if (dims, plain_dims) == (V4.dims, V4.plain_dims):
+        return V4
+    group = FP8_64.block[1]
+    return KVRecord(
+        f"V4_{dims}_{plain_dims}",
+        dims,
+        FP8_64,
+        plain_dims=plain_dims,
+        padding=-(dims + 2 * plain_dims + dims // group) % 8,
+    )
+
+
+def index_record(dims: int, kind: Literal["fp8", "fp4"]) -> KVRecord:
+    """INDEX_FP8 or INDEX_FP4 for keys of `dims` values; FP8 has a scale for 128 of them, or for all where they are
+    fewer. Raises ValueError where blocks of 128 or 32 do not divide them."""
+    known = INDEX_FP8 if kind == "fp8" else INDEX_FP4
+    if dims == known.dims:
+        return known
+    format = FP8_ROW.with_block(1, min(dims, FP8_ROW.block[1])) if kind == "fp8" else MXFP4
+    return KVRecord(f"{known.name}_{dims}", dims, format, interleaved=False)
 
 
 def record_of(num_bytes: int, scale: str | None = None) -> KVRecord:
