@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rorqual.quantization.kv_record import KVRecord
 
@@ -39,6 +41,19 @@ class Paging(NamedTuple):
     def rows(self) -> int:
         """Rows of one block."""
         return self.block_tokens // self.tokens_per_row
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that cover this many tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def slots(self, blocks: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] int64: the slots that tokens at these positions write in the blocks that cover them, both [n]; -1 for a
+        token that completes no row."""
+        row, rest = np.divmod(positions % self.block_tokens, self.tokens_per_row)
+        slots: NDArray[np.int64] = blocks * np.int64(self.rows) + row
+        if self.tokens_per_row > 1:
+            slots[rest != self.tokens_per_row - 1] = -1
+        return slots
 
 
 @dataclass(frozen=True, slots=True)

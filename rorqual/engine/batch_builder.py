@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
+from rorqual.cache.spec import Paging
 from rorqual.engine.decode_rows import padded_block_tables
 from rorqual.engine.transfer import upload
 from rorqual.sequence import Chunk, Sequence
@@ -43,7 +44,7 @@ def build_batch(
     chunks: SequenceOf[Chunk],
     wants_all_logits: SequenceOf[bool],
     *,
-    block_size: int,
+    paging: SequenceOf[Paging],
     device: torch.device,
     unread: Unread | None = None,
 ) -> BuiltBatch:
@@ -56,6 +57,7 @@ def build_batch(
         chunks: their sequences hold blocks for them.
         wants_all_logits: per chunk, whether every token's logits are wanted (prompt_logprobs) or only those from the
             sequence's last known token on, which yield new ones.
+        paging: of each cache group.
         unread: where the tokens are that are not known yet, if there are any.
     """
     starts, stops, prompt_lens = (
@@ -103,9 +105,9 @@ def build_batch(
         context_lens.astype(np.int32),
     ]
     seqs = [seq for seq, _, _ in chunks]
-    for group in range(len(seqs[0].block_tables)):
+    for group, lie in enumerate(paging):
         tables = padded_block_tables(seqs, group)
-        slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
+        slots = lie.slots(tables[owner, positions // lie.block_tokens], positions)
         host += [slots, tables[piece_owner]]
     there = upload(host, device)
     ids, at, logits_indices, offsets, contexts, *caches = there[len(unread_at) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
+from rorqual.cache.spec import Paging
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.sampler import Draws
 from rorqual.engine.transfer import StagedArrays, upload
@@ -23,29 +25,32 @@ class DecodeBuffer:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+        self, *, max_num_seqs: int, max_model_len: int, paging: Sequence[Paging], device: torch.device
     ) -> None:
-        self.max_num_seqs, self._block_size, self._device = max_num_seqs, block_size, device
-        rows = (max_num_seqs,)
+        """`paging` is each cache group's."""
+        self.max_num_seqs, self._paging, self._device = max_num_seqs, tuple(paging), device
+        rows, num_groups = (max_num_seqs,), len(self._paging)
         self._staging = StagedArrays(
             [
                 (rows, np.int64),  # input_ids
                 (rows, np.int64),  # positions
-                ((max_num_seqs, 1), np.int64),  # columns: where in its block table a row's token is
                 (rows, np.int32),  # context_lens
                 (rows, np.float64),  # temperature
                 ((max_num_seqs, 2), np.int64),  # keys
                 *[(rows, np.int64)] * num_groups,  # slot_mapping
+                *[((max_num_seqs, 1), np.int64)] * num_groups,  # columns: where in its block table a row's token is
                 *[((max_num_seqs, 1), np.int32)] * num_groups,  # blocks: what stands there
             ],
             device,
         )
-        self._input_ids, self._positions, self._columns, self._context_lens, *more = self._staging.tensors
+        self._input_ids, self._positions, self._context_lens, *more = self._staging.tensors
         self.temperature, self.keys, *per_group = more
         """[max_num_seqs] float64 and [max_num_seqs, 2] int64, for a draw that is part of the step."""
-        self._slots, self._blocks = per_group[:num_groups], per_group[num_groups:]
-        shape = (max_num_seqs, -(-max_model_len // block_size))
-        self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self._slots, self._columns, self._blocks = (per_group[i * num_groups :][:num_groups] for i in range(3))
+        self._tables = [
+            torch.zeros((max_num_seqs, lie.blocks_for(max_model_len)), dtype=torch.int32, device=device)
+            for lie in self._paging
+        ]
         self._tables_of: list[NDArray[np.int32]] | None = None
         self._offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._indices = torch.arange(max_num_seqs, device=device)
@@ -85,22 +90,21 @@ class DecodeBuffer:
         input_ids: int64 [num_rows] on the device, where the host does not know the tokens yet. draws: what
         `temperature` and `keys` become, if it matters.
         """
-        count, size = len(rows.seqs), self._block_size
+        count = len(rows.seqs)
         arrays = self._staging.arrays()
-        ids, positions, columns, context_lens, temperature, keys, *per_group = arrays
+        ids, positions, context_lens, temperature, keys, *per_group = arrays
         if draws is not None:
             temperature[:count], keys[:count] = draws
         at = positions[:count]
         np.subtract(rows.stops, 1, out=at)
-        column, offset = np.divmod(at, size)
-        columns[:count, 0] = column
         context_lens[:count] = rows.stops
-        row_numbers, num_groups = self._row_numbers[:count], len(self._tables)
-        for table, slots, blocks in zip(rows.block_tables, per_group[:num_groups], per_group[num_groups:], strict=True):
+        row_numbers, num_groups = self._row_numbers[:count], len(self._paging)
+        for group, (table, lie) in enumerate(zip(rows.block_tables, self._paging, strict=True)):
+            slots, columns, blocks = per_group[group::num_groups]
+            column = at // lie.block_tokens
             block = table[row_numbers, column]
-            blocks[:count, 0] = block
-            np.multiply(block, size, out=slots[:count], dtype=np.int64)
-            slots[:count] += offset
+            slots[:count] = lie.slots(block, at)
+            columns[:count, 0], blocks[:count, 0] = column, block
         self._clear_behind(arrays, count)
         if input_ids is None:
             ids[:count] = [seq.token_ids[-1] for seq in rows.seqs]
@@ -110,26 +114,29 @@ class DecodeBuffer:
             self._input_ids[:count].copy_(input_ids)
             if self.filled is None or self.filled.num_tokens > count:
                 self._input_ids[count:].zero_()  # all behind ask for the same experts of a mixture
-        self._send_tables(rows, int(column.max()) + 1)
+        self._send_tables(rows, int(rows.stops.max()))
         self.filled = self.batch(count, tuple(rows.stops.tolist()))
         return self.filled
 
     def _clear_behind(self, arrays: list[NDArray[np.int64]], count: int) -> None:
         """Let the rows from `count` on do nothing."""
-        _, positions, columns, context_lens, temperature, _, *per_group = arrays
-        num_groups = len(self._tables)
-        for array in (positions, columns, context_lens, temperature, *per_group[num_groups:]):
+        _, positions, context_lens, temperature, _, *per_group = arrays
+        num_groups = len(self._paging)
+        for array in (positions, context_lens, temperature, *per_group[num_groups:]):
             array[count:] = 0
         for slots in per_group[:num_groups]:
             slots[count:] = -1
 
-    def _send_tables(self, rows: DecodeRows, width: int) -> None:
-        """Bring the block tables on the device up to date; the rows' tables are `width` blocks long at most."""
+    def _send_tables(self, rows: DecodeRows, num_tokens: int) -> None:
+        """Bring the block tables on the device up to date; the rows have `num_tokens` tokens at most."""
         if rows.block_tables is self._tables_of:
-            for table, blocks in zip(self._tables, self._blocks, strict=True):
-                table.scatter_(1, self._columns, blocks)
+            for table, columns, blocks in zip(self._tables, self._columns, self._blocks, strict=True):
+                table.scatter_(1, columns, blocks)
             return
-        news = upload([np.ascontiguousarray(table[:, :width]) for table in rows.block_tables], self._device)
-        for table, new in zip(self._tables, news, strict=True):
-            table[: new.shape[0], :width].copy_(new)
+        used = [
+            np.ascontiguousarray(table[:, : lie.blocks_for(num_tokens)])
+            for table, lie in zip(rows.block_tables, self._paging, strict=True)
+        ]
+        for table, new in zip(self._tables, upload(used, self._device), strict=True):
+            table[: new.shape[0], : new.shape[1]].copy_(new)
         self._tables_of = rows.block_tables

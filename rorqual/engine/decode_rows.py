@@ -57,13 +57,12 @@ class DecodeRows:
             [table[rows] for table in self.block_tables],
         )
 
-    def copy_block(self, row: int, column: int) -> None:
-        """Follow a sequence that holds a new block, the column-th of its block tables."""
-        for group, blocks in enumerate(self.seqs[row].block_tables):
-            table = self.block_tables[group]
-            if column >= table.shape[1]:
-                self.block_tables[group] = table = np.pad(table, ((0, 0), (0, column)))
-            table[row, column] = blocks[column]
+    def copy_block(self, row: int, group: int, column: int) -> None:
+        """Follow a sequence that holds a new block, the column-th of its table in one cache group."""
+        table = self.block_tables[group]
+        if column >= table.shape[1]:
+            self.block_tables[group] = table = np.pad(table, ((0, 0), (0, column)))
+        table[row, column] = self.seqs[row].block_tables[group][column]
 
 
 def num_leading_rows(chunks: SequenceOf[Chunk]) -> int:

@@ -317,7 +317,7 @@ class Engine:
         wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
         with self.stats.stage("build"):
             batch, wanted = build_batch(
-                chunks, wants_all, block_size=self.resolved.block_size, device=self.resolved.device, unread=unread
+                chunks, wants_all, paging=self.resolved.paging, device=self.resolved.device, unread=unread
             )
         num_prompt_tokens = batch.num_tokens - batch.num_single_token_seqs
         self._pacing.start(num_prompt_tokens)

@@ -96,8 +96,7 @@ class ModelRunner:
             self.decode_buffer = DecodeBuffer(
                 max_num_seqs=resolved.max_num_seqs,
                 max_model_len=self.resolved.max_model_len,
-                block_size=resolved.block_size,
-                num_groups=len(resolved.groups),
+                paging=resolved.paging,
                 device=resolved.device,
             )
         if self._memory is None:
@@ -274,14 +273,16 @@ class ModelRunner:
         count, device = sum(lengths), self.resolved.device
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
-        most_blocks = -(-max(lengths) // self.resolved.block_size)
-        view = CacheView(zeros - 1, torch.zeros((len(lengths), most_blocks), dtype=torch.int32, device=device))
+        widths = [lie.blocks_for(max(lengths)) for lie in self.resolved.paging]
         return Batch(
             input_ids=zeros,
-            positions=zeros,
+            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
             cu_seqlens_q=offsets.int(),
             context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            caches=(view,) * len(self.resolved.groups),
+            caches=tuple(
+                CacheView(zeros - 1, torch.zeros((len(lengths), width), dtype=torch.int32, device=device))
+                for width in widths
+            ),
             logits_indices=offsets[1:] - 1,
             query_lens=lengths,
             context_lens_host=lengths,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rorqual.cache.sizing import bytes_for_blocks
-from rorqual.cache.spec import CacheGroup, group_caches
+from rorqual.cache.spec import CacheGroup, Paging, group_caches
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
@@ -52,6 +52,11 @@ class ResolvedConfig:
     """Values that loading fills."""
     weight_bytes: int
     """Memory of all weights once they are laid out."""
+
+    @property
+    def paging(self) -> tuple[Paging, ...]:
+        """Per cache group."""
+        return tuple(group.paging(self.block_size) for group in self.groups)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -168,7 +168,8 @@ class Scheduler:
             stop = int(rows.stops[row])
             if not self.cache.reserve(rows.seqs[row], stop + 1):
                 return None
-            rows.copy_block(row, stop // size)
+            for group in range(len(self.cache.groups)):
+                rows.copy_block(row, group, stop // size)
         return rows.next()
 
     def finish(self, seq: Sequence) -> None:

@@ -40,6 +40,7 @@ def logits_by_chunks(
     load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=1)
     prepare_weights(model)
     groups = group_caches(model.kv_specs)
+    paging = [group.paging(BLOCK_SIZE) for group in groups]
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     kv = KVStorage(groups, [2 * num_blocks] * len(groups), block_size=BLOCK_SIZE, device=cpu)
     for layer in range(len(model.kv_specs)):
@@ -51,7 +52,7 @@ def logits_by_chunks(
     found = []
     for start in range(0, len(token_ids), chunk_size):
         chunk = Chunk(seq, start, min(start + chunk_size, len(token_ids)))
-        batch, _ = build_batch([chunk], [True], block_size=BLOCK_SIZE, device=cpu)
+        batch, _ = build_batch([chunk], [True], paging=paging, device=cpu)
         with torch.inference_mode():
             found.append(model.compute_logits(model(batch, kv)))
     return torch.cat(found)

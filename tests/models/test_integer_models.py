@@ -59,7 +59,7 @@ def logits(path: Path, token_ids: SequenceOf[int], **options: Any) -> torch.Tens
     found = []
     for start in range(0, len(token_ids), CHUNK):
         chunk = Chunk(seq, start, min(start + CHUNK, len(token_ids)))
-        batch, _ = build_batch([chunk], [True], block_size=16, device=runner.resolved.device)
+        batch, _ = build_batch([chunk], [True], paging=runner.resolved.paging, device=runner.resolved.device)
         found.append(runner.run(batch).float())
     return torch.cat(found)
 

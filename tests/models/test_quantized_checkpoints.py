@@ -116,7 +116,8 @@ def logits(folder: Path, token_ids: list[int], **options) -> torch.Tensor:
     kv = KVStorage(groups, [16] * len(groups), block_size=4, device=CPU)
     seq = Sequence(0, list(token_ids), len(token_ids), 64)
     seq.block_tables = [array("i", range(16)) for _ in groups]
-    batch, _ = build_batch([Chunk(seq, 0, len(token_ids))], [True], block_size=4, device=CPU)
+    paging = [group.paging(4) for group in groups]
+    batch, _ = build_batch([Chunk(seq, 0, len(token_ids))], [True], paging=paging, device=CPU)
     with torch.inference_mode():
         return model.compute_logits(model(batch, kv)).float()
 

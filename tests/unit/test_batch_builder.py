@@ -7,6 +7,7 @@ from array import array
 import pytest
 import torch
 
+from rorqual.cache.spec import Paging
 from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
 from rorqual.engine.decode_rows import num_leading_rows
 from rorqual.sequence import Chunk, Sequence
@@ -32,7 +33,7 @@ def test_slots_of_the_worked_examples(block_size, sequences, positions, slots):
         seq = Sequence(number, [1] * context_len, context_len, 1000)
         seq.block_tables = [array("i", table)]
         chunks.append(Chunk(seq, context_len - query_len, context_len))
-    batch = build_batch(chunks, [False] * len(chunks), block_size=block_size, device=torch.device("cpu")).batch
+    batch = build_batch(chunks, [False] * len(chunks), paging=[Paging(block_size)], device=torch.device("cpu")).batch
     assert batch.positions.tolist() == positions
     assert batch.caches[0].slot_mapping.tolist() == slots
     lengths = [query_len for query_len, _, _ in sequences]
@@ -53,7 +54,7 @@ def test_unread_tokens_are_put_in_where_they_belong() -> None:
     assert num_leading_rows(chunks) == 3
     assert [chunk.samples for chunk in chunks] == [True, True, True, False]
     cpu = torch.device("cpu")
-    batch, rows = build_batch(chunks, [False] * 4, block_size=4, device=cpu, unread=unread)
+    batch, rows = build_batch(chunks, [False] * 4, paging=[Paging(4)], device=cpu, unread=unread)
     assert batch.input_ids.tolist() == [10, 93, 91, 12, 12, 12]
     assert batch.positions.tolist() == [5, 6, 6, 2, 3, 4]
     assert rows == [range(5, 6), range(6, 7), range(6, 7), range(5, 5)]
@@ -69,7 +70,7 @@ def test_tokens_of_answers_are_sequences_of_their_own() -> None:
     last.num_prompt_tokens = 7
     drafted.draft_token_ids = [99]
     chunks = [Chunk(decoded, 6, 7), Chunk(drafted, 6, 8), Chunk(last, 6, 7), Chunk(back, 2, 7)]
-    built = build_batch(chunks, [False, False, False, True], block_size=4, device=torch.device("cpu"))
+    built = build_batch(chunks, [False, False, False, True], paging=[Paging(4)], device=torch.device("cpu"))
     batch = built.batch
     assert batch.query_lens == (1, 1, 1, 1, 1, 1, 1, 2)
     assert batch.context_lens_host == (7, 7, 8, 5, 6, 7, 7, 4)
@@ -90,7 +91,32 @@ def test_an_unread_token_behind_a_prompt_stays_at_its_place() -> None:
         seq.block_tables = [array("i", [2 * seq.seq_id, 2 * seq.seq_id + 1])]
     chunks = [Chunk(fresh, 0, 3), Chunk(ahead, 6, 7)]
     batch, _ = build_batch(
-        chunks, [False] * 2, block_size=4, device=torch.device("cpu"), unread=Unread(torch.tensor([91]), {ahead: 0})
+        chunks,
+        [False] * 2,
+        paging=[Paging(4)],
+        device=torch.device("cpu"),
+        unread=Unread(torch.tensor([91]), {ahead: 0}),
     )
     assert batch.input_ids.tolist() == [91, 10, 10, 10]
     assert batch.logits_indices.tolist() == [0]
+
+
+def test_a_row_of_several_tokens_is_written_by_its_last() -> None:
+    """Groups of a row per token, of 4 tokens to a row with whole blocks of 4 tokens, and of 6 to a row."""
+    answer, prompt = Sequence(0, [1] * 24, 10, 40), Sequence(1, [1] * 9, 9, 40)
+    paging = [Paging(4), Paging(4, 4), Paging(12, 6)]
+    answer.block_tables = [array("i", [5, 6, 7, 8, 9, 10]), array("i", [2, 3, 4, 5, 6, 7]), array("i", [4, 1])]
+    prompt.block_tables = [array("i", [11, 12, 13]), array("i", [0, 1, 8]), array("i", [3])]
+    chunks = [Chunk(answer, 23, 24), Chunk(prompt, 2, 9)]
+    batch, _ = build_batch(chunks, [False] * 2, paging=paging, device=torch.device("cpu"))
+    assert batch.positions.tolist() == [23, 2, 3, 4, 5, 6, 7, 8]
+    assert [view.slot_mapping.tolist() for view in batch.caches] == [
+        [43, 46, 47, 48, 49, 50, 51, 52],
+        [7, -1, 0, -1, -1, -1, 1, -1],
+        [3, -1, -1, -1, 6, -1, -1, -1],
+    ]
+    assert [view.block_tables.tolist() for view in batch.caches] == [
+        [[5, 6, 7, 8, 9, 10], [11, 12, 13, 0, 0, 0]],
+        [[2, 3, 4, 5, 6, 7], [0, 1, 8, 0, 0, 0]],
+        [[4, 1], [3, 0]],
+    ]

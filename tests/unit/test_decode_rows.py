@@ -11,6 +11,7 @@ import torch
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.cache.spec import Paging
 from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.decode_rows import DecodeRows
@@ -24,7 +25,7 @@ BLOCK, MOST = 4, 6
 
 
 def assert_same_batch(batch, chunks: list[Chunk]) -> None:
-    wanted = build_batch(chunks, [False] * len(chunks), block_size=BLOCK, device=CPU).batch
+    wanted = build_batch(chunks, [False] * len(chunks), paging=[Paging(BLOCK)] * 2, device=CPU).batch
     for name in ("input_ids", "positions", "cu_seqlens_q", "context_lens", "logits_indices"):
         found, want = getattr(batch, name), getattr(wanted, name)
         assert found.dtype == want.dtype, name
@@ -44,7 +45,7 @@ def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
     draw = random.Random(seed)
     cache = CacheManager([GroupPool(BlockPool(64), None), GroupPool(BlockPool(64), 5)], block_size=BLOCK)
     scheduler = Scheduler(cache, max_num_batched_tokens=200, max_num_seqs=MOST)
-    buffer = DecodeBuffer(max_num_seqs=MOST, max_model_len=48, block_size=BLOCK, num_groups=2, device=CPU)
+    buffer = DecodeBuffer(max_num_seqs=MOST, max_model_len=48, paging=[Paging(BLOCK)] * 2, device=CPU)
     for i in range(MOST):
         prompt = [draw.randrange(50) for _ in range(draw.randint(2, 9))]
         scheduler.add(Sequence(i, prompt, len(prompt), len(prompt) + draw.randint(2, 30), sampler_slot=10 + i))
