@@ -170,7 +170,10 @@ class QKVParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """Each rank multiplies its share of the input features; the ranks' results are summed."""
+    """Each rank multiplies its share of the input features; the ranks' results are summed.
+
+    `name` is the checkpoint's module beside the layer, if it is not called as the layer is.
+    """
 
     def __init__(
         self,
@@ -178,6 +181,7 @@ class RowParallelLinear(_Linear):
         out_features: int,
         *,
         mesh: Mesh,
+        name: str | None = None,
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
@@ -185,7 +189,7 @@ class RowParallelLinear(_Linear):
     ) -> None:
         super().__init__(
             in_features,
-            [Part(None, out_features, slice(0, out_features))],
+            [Part(name, out_features, slice(0, out_features))],
             columns=mesh.shard(in_features, what="in_features"),
             bias=bias,
             dtype=dtype,

@@ -12,9 +12,15 @@ from rorqual.loader.quantization_config import Quantization
 from rorqual.ops.decoder_blocks import GatedMLPBlock
 from rorqual.ops.silu_and_mul import silu_and_mul
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+"""What most checkpoints call the three matrices."""
+
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product. `prefix` is the block's name in the checkpoint."""
+    """down(silu(gate(x)) * up(x)), gate and up in one product, perhaps with a limit as `silu_and_mul` has it.
+
+    `prefix` is the block's name in the checkpoint, `names` are those of gate, up and down below it.
+    """
 
     def __init__(
         self,
@@ -27,9 +33,13 @@ class GatedMLP(nn.Module):
         device: torch.device,
         quantization: Quantization | None = None,
         prefix: str = "",
+        names: tuple[str, str, str] = GATE_UP_DOWN,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        gate, up, down = names
+        self.limit = limit
+        parts = {gate: intermediate_size, up: intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(
             hidden_size,
             parts,
@@ -43,17 +53,22 @@ class GatedMLP(nn.Module):
             intermediate_size,
             hidden_size,
             mesh=mesh,
+            name=down,
             bias=bias,
             dtype=dtype,
             device=device,
-            quantization=quantization.of(prefix, "down_proj") if quantization else None,
+            quantization=quantization.of(prefix, down) if quantization else None,
         )
 
     def block(self, norm: RMSNorm) -> GatedMLPBlock:
-        """All of it, behind a norm, as one op takes it."""
+        """All of it, behind a norm, as one op takes it, which knows no limit."""
+        assert self.limit is None
         return GatedMLPBlock(norm.norm(), self.gate_up_proj.product(), self.down_proj.product())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
-        return out
+        return self.down_proj.mesh.tp_all_reduce(self.share(x))
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the result, to be summed over the ranks."""
+        return self.down_proj.product()(silu_and_mul(self.gate_up_proj(x), limit=self.limit))

@@ -10,20 +10,19 @@ from torch import nn
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import ReplicatedLinear
+from rorqual.layers.mlp import GATE_UP_DOWN
 from rorqual.layers.stacked_weight import Part, StackedWeight
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
 from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, allocate_experts, fused_experts
 from rorqual.quantization import QuantFormat
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
 
 class Experts(Layer):
     """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size.
 
     `quantization` is the formats of all experts, integer ones of gate, up and down of the first, then of the second and
-    so on; None for plain weights.
+    so on; None for plain weights. `names` are the checkpoint's for gate, up and down of an expert.
     """
 
     def __init__(
@@ -36,9 +35,11 @@ class Experts(Layer):
         dtype: torch.dtype,
         device: torch.device,
         quantization: LinearFormat | None = None,
+        names: tuple[str, str, str] = GATE_UP_DOWN,
+        swiglu_limit: float | None = None,
     ) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.names, self.swiglu_limit = mesh, names, swiglu_limit
         rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
         formats = quantization.weight if quantization else None
         half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
@@ -74,20 +75,30 @@ class Experts(Layer):
         ]
         self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
         self.activation = quantization.activation if quantization else None
+        self._made: ExpertWeights | None = None
 
     def weights(self) -> ExpertWeights:
-        """This rank's weights, for an op: its results are to be summed over the ranks."""
-        gate_up, down = (tuple(each.operand for each in weights) for weights in (self._gate_up, self._down))
-        return ExpertWeights(gate_up, down, self.activation)
+        """This rank's weights, for an op: its results are to be summed over the ranks.
+
+        The same each time, with what kernels made of them, until they are laid out anew.
+        """
+        if self._made is None:
+            gate_up, down = (tuple(each.operand for each in weights) for weights in (self._gate_up, self._down))
+            self._made = ExpertWeights(gate_up, down, self.activation, self.swiglu_limit)
+        return self._made
+
+    def prepare(self) -> None:
+        """Forget the weights' layout so far; the modules below lay out their own."""
+        self._made = None
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""
         return self.mesh.tp_all_reduce(fused_experts(x, self.weights(), routing))
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """gate_proj, up_proj and down_proj of every expert."""
+        """gate, up and down of every expert."""
         for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            gate_name, up_name, down_name = (f"{prefix}.{expert}.{name}" for name in _PROJECTIONS)
+            gate_name, up_name, down_name = (f"{prefix}.{expert}.{name}" for name in self.names)
             yield from gate_up.wanted_parts([gate_name, up_name])
             yield from down.wanted_parts([down_name])
 
@@ -119,7 +130,7 @@ class SparseMoE(nn.Module):
             mesh=mesh,
             dtype=dtype,
             device=device,
-            quantization=_format_of_experts(quantization, f"{prefix}.experts", num_experts),
+            quantization=format_of_experts(quantization, f"{prefix}.experts", num_experts),
         )
 
     def block(self, norm: RMSNorm) -> SparseMoEBlock:
@@ -134,7 +145,13 @@ def _some(formats: QuantFormat | IntegerParts | None, start: int, count: int) ->
     return formats
 
 
-def _format_of_experts(quantization: Quantization | None, prefix: str, num_experts: int) -> LinearFormat | None:
+def format_of_experts(
+    quantization: Quantization | None,
+    prefix: str,
+    num_experts: int,
+    names: tuple[str, str, str] = GATE_UP_DOWN,
+) -> LinearFormat | None:
+    """The formats of experts whose module is called `prefix`, as `Experts` takes them."""
     if quantization is None:
         return None
-    return quantization.of(prefix, *(f"{expert}.{name}" for expert in range(num_experts) for name in _PROJECTIONS))
+    return quantization.of(prefix, *(f"{expert}.{name}" for expert in range(num_experts) for name in names))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from rorqual.ops.decoder_blocks import Norm, Product, add_norm
 from rorqual.ops.linear import Weight, linear
@@ -20,7 +21,7 @@ class Routing(NamedTuple):
     expert_ids: torch.Tensor
     """[num_tokens, top_k] int64, best first."""
     weights: torch.Tensor
-    """[num_tokens, top_k], in the activation dtype."""
+    """[num_tokens, top_k], in the activation dtype or float32."""
 
 
 @op
@@ -30,11 +31,78 @@ def route_softmax(router_logits: torch.Tensor, *, top_k: int, renormalize: bool)
     Among equal logits the expert with the lowest number comes first. router_logits [num_tokens, num_experts], top_k at
     most num_experts; weights are rounded to its dtype. Source: Qwen3-MoE.
     """
-    expert_ids = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    expert_ids = _best(router_logits, top_k)
     weights = router_logits.softmax(-1, dtype=torch.float32).gather(-1, expert_ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routing(expert_ids, weights.to(router_logits.dtype))
+
+
+Scoring = Literal["sigmoid", "sqrtsoftplus"]
+"""How a router's logits become scores: 1 / (1 + exp(-x)), or sqrt(log(1 + exp(x)))."""
+
+_SMALLEST_SUM = 1e-20
+"""Added to the sum that weights are divided by."""
+
+
+class TokenTable(NamedTuple):
+    """Experts that follow from the token itself."""
+
+    expert_ids: torch.Tensor
+    """[vocab_size, top_k] int32 or int64."""
+    token_ids: torch.Tensor
+    """[num_tokens] int32 or int64."""
+
+
+@op
+def route_scores(
+    router_logits: torch.Tensor,
+    *,
+    scoring: Scoring,
+    top_k: int,
+    renormalize: bool,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    table: TokenTable | None = None,
+) -> Routing:
+    """Each expert's own score says how much of it; which experts, the scores plus a bias, or a table.
+
+    Args:
+        router_logits: [num_tokens, num_experts] float32.
+        scoring: what makes scores of them.
+        top_k: experts of a token; those of the largest scores + bias, best first.
+        renormalize: divide the chosen scores by their sum.
+        scale: the weights are multiplied by it.
+        bias: [num_experts] float32; it decides which experts, and has no part in the weights.
+        num_groups: equal runs of experts; if there are several, each of two experts or more, only those of the
+            `top_groups` best groups can be chosen. A group is as good as its two best scores + bias together.
+        table: gives the experts, in its order, in place of all that.
+
+    Returns: float32 weights. Among equal scores, and equal groups, the lowest number comes first. Sources: DeepSeek-V3
+    (arXiv:2412.19437), DeepSeek-V4.
+    """
+    scores = router_logits.sigmoid() if scoring == "sigmoid" else F.softplus(router_logits).sqrt()
+    if table is not None:
+        expert_ids = table.expert_ids[table.token_ids].long()
+    else:
+        choice = scores if bias is None else scores + bias
+        if top_groups < num_groups:
+            grouped = choice.view(*choice.shape[:-1], num_groups, -1)
+            best_groups = _best(grouped.topk(2, -1).values.sum(-1), top_groups)
+            kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best_groups, True)
+            choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        expert_ids = _best(choice, top_k)
+    weights = scores.gather(-1, expert_ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+    return Routing(expert_ids, weights * scale)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Numbers of the `count` largest of each row, best first and of equal ones the lowest number."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +115,8 @@ class ExpertWeights:
     """[hidden_size, intermediate_size] each."""
     activation: QuantFormat | None = None
     """What the input of each product is quantised to beside quantised weights, as in `linear`."""
+    swiglu_limit: float | None = None
+    """The limit of `silu_and_mul`."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What kernels made of the above, by backend."""
 
@@ -78,7 +148,8 @@ def fused_experts(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> 
     for gate_up, down, count in zip(experts.gate_up, experts.down, counts, strict=True):
         if count:
             rows = slice(start, start + count)
-            hidden = silu_and_mul(linear(x.index_select(0, tokens[rows]), gate_up, activation=experts.activation))
+            both = linear(x.index_select(0, tokens[rows]), gate_up, activation=experts.activation)
+            hidden = silu_and_mul(both, limit=experts.swiglu_limit)
             answers[order[rows]] = linear(hidden, down, activation=experts.activation)
             start += count
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -68,6 +68,8 @@ def _shape(weight: Weight) -> tuple[int, int]:
 def _plan_experts(experts: ExpertWeights) -> _Plan:
     if experts.activation is not None:
         return _Plan(f"does not quantise its inputs to {experts.activation.name}")
+    if experts.swiglu_limit is not None:
+        return _Plan("knows no limit of silu_and_mul")
     operands: list[Operand] = []
     for weight in (*experts.gate_up, *experts.down):
         operand = laid_out(weight)

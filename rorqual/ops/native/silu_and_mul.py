@@ -8,16 +8,18 @@ from rorqual.ops.native.library import kernels, missing, threads_for
 from rorqual.ops.silu_and_mul import silu_and_mul
 
 
-def _refuse(gate_up: torch.Tensor) -> str | None:
+def _refuse(gate_up: torch.Tensor, *, limit: float | None = None) -> str | None:
     if gate_up.device.type != "cpu":
         return f"needs a CPU tensor, got one on {gate_up.device.type}"
     if gate_up.dtype != torch.bfloat16 or gate_up.dim() != 2:
         return f"needs rows of bfloat16, got {gate_up.dim()} dimensions of {gate_up.dtype}"
+    if limit is not None:
+        return "knows no limit"
     return missing()
 
 
 @silu_and_mul.impl("native", refuse=_refuse)
-def silu_and_mul_native(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_native(gate_up: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
     """See the reference."""
     found = kernels()
     assert found is not None

@@ -19,7 +19,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _silu_and_mul_kernel(gate_up, out, rows, size, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up, out, rows, size, row_stride, limit, LIMITED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     chunks = tl.cdiv(size, BLOCK)
     row = tl.program_id(0) // chunks * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
@@ -29,12 +31,15 @@ def _silu_and_mul_kernel(gate_up, out, rows, size, row_stride, ROWS: tl.constexp
     wait_for_earlier_kernels()
     gate = tl.load(at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
     up = tl.load(at + size, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if LIMITED:
+        gate = tl.where(gate > limit, limit, gate)  # so that NaN stays
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     # Rounded twice, as the reference does.
     activated = round_to(gate / (1.0 + tl.exp(-gate)), gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + far * size + column[None, :], round_to(activated * up, gate_up.dtype.element_ty), mask=here)
 
 
-def _refuse(gate_up: torch.Tensor) -> str | None:
+def _refuse(gate_up: torch.Tensor, *, limit: float | None = None) -> str | None:
     if reason := refuses(gate_up):
         return reason
     if gate_up.dtype not in _DTYPES or gate_up.dim() < 1 or gate_up.shape[-1] % 2:
@@ -43,7 +48,7 @@ def _refuse(gate_up: torch.Tensor) -> str | None:
 
 
 @silu_and_mul.impl("triton", refuse=_refuse)
-def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_triton(gate_up: torch.Tensor, *, limit: float | None = None) -> torch.Tensor:
     """One launch. An input whose rows have gaps within them, or between them in more than one way, is copied first."""
     *outer, double = gate_up.shape
     size = double // 2
@@ -57,6 +62,16 @@ def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     rows = flat.shape[0]
     grid = (triton.cdiv(rows, tile_rows) * triton.cdiv(size, block),)
     _silu_and_mul_kernel[grid](
-        flat, out, rows, size, flat.stride(0), ROWS=tile_rows, BLOCK=block, num_warps=4, launch_pdl=DEPENDENT_LAUNCH
+        flat,
+        out,
+        rows,
+        size,
+        flat.stride(0),
+        float(limit or 0),
+        LIMITED=limit is not None,
+        ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=4,
+        launch_pdl=DEPENDENT_LAUNCH,
     )
     return out
