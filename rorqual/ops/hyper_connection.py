@@ -74,6 +74,20 @@ def merge_streams(output: torch.Tensor, streams: torch.Tensor, post: torch.Tenso
 
 
 @op
+def merge_and_mix_streams(
+    output: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    mix: StreamMix,
+    norm: NormStage,
+) -> tuple[torch.Tensor, Mixed]:
+    """`merge_streams`, and `mix_streams` of what it returns: the way from one sublayer to the next."""
+    merged = merge_streams(output, streams, post, comb)
+    return merged, mix_streams(merged, mix, norm)
+
+
+@op
 def collapse_streams(streams: torch.Tensor, mix: StreamMix, norm: NormStage) -> torch.Tensor:
     """norm(sum_s pre_s streams_s), [num_tokens, D], with pre as in `mix_streams`: what the head reads."""
     pre = torch.sigmoid(_projected(streams, mix) * mix.scale + mix.base) + mix.eps
