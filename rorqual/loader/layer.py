@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -53,6 +53,16 @@ class Layer(nn.Module):
 
     def prepare(self) -> None:
         """Lay weights out for the kernels that read them; called once, when all are loaded."""
+
+
+@runtime_checkable
+class OwnNames(Protocol):
+    """A model whose checkpoints name tensors in several ways, or hold some that it does not read."""
+
+    def own_name(self, name: str) -> str | None:
+        """The name under which the model wants a checkpoint's tensor; None leaves it unread. Raises ValueError for one
+        that says that the checkpoint is of another kind."""
+        ...
 
 
 def sibling(prefix: str, name: str) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.dummy import dummy_integers, fill_dummy, fill_dummy_quantized
-from rorqual.loader.layer import Layer, WantedTensor
+from rorqual.loader.layer import Layer, OwnNames, WantedTensor
 from rorqual.loader.staging import Lane, Staging
 from rorqual.ops.split_blocks import split_blocks
 
@@ -60,11 +60,14 @@ def load_weights(
     `prepare`, a layer is laid out as soon as it is filled, as `prepare_weights` does it later: so only few layers are
     in memory twice.
 
+    A model with `OwnNames` says which of its own names a checkpoint's names stand for, and what is not read.
+
     Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name;
     and on the way for a tensor whose dtype or values the layer cannot hold.
     """
-    names = set(checkpoint.names())
-    filled = {layer: found for layer, tensors in _by_layer(model) if (found := _under_its_name_there(tensors, names))}
+    there = _names_there(model, checkpoint)
+    names = set(there.values())
+    filled = {layer: found for layer, tensors in _by_layer(model) if (found := _under_its_name_there(tensors, there))}
     wanted = {name: tensor for tensors in filled.values() for name, tensor in tensors.items()}
     _check_names(wanted.keys(), names, tied_tensors)
     for name, tensor in wanted.items():
@@ -159,9 +162,28 @@ def prepare_weights(model: nn.Module) -> None:
             module.prepare()
 
 
-def _under_its_name_there(wanted: Iterable[WantedTensor], names: set[str]) -> dict[str, WantedTensor]:
+def _names_there(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """The model's name of every tensor that is to be read -> the checkpoint's."""
+    if not isinstance(model, OwnNames):
+        return {name: name for name in checkpoint.names()}
+    there: dict[str, str] = {}
+    unread: list[str] = []
+    for name in sorted(checkpoint.names()):
+        own = model.own_name(name)
+        if own is None:
+            unread.append(name)
+        elif there.setdefault(own, name) != name:
+            raise ValueError(
+                f"{checkpoint.path} holds {there[own]} and {name}, which are the same tensor: one of them is left over"
+            )
+    if unread:
+        _log.info("%s: the model does not read %s", checkpoint.path, _listed("tensors", unread))
+    return there
+
+
+def _under_its_name_there(wanted: Iterable[WantedTensor], there: Mapping[str, str]) -> dict[str, WantedTensor]:
     """By the name under which the checkpoint has it: the first of name and aliases, if it has none at all the name."""
-    return {next((n for n in (want.name, *want.aliases) if n in names), want.name): want for want in wanted}
+    return {next((there[n] for n in (want.name, *want.aliases) if n in there), want.name): want for want in wanted}
 
 
 def _check_names(wanted: Iterable[str], names: set[str], tied_tensors: Mapping[str, str]) -> None:

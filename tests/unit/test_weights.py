@@ -197,3 +197,49 @@ def test_dummy_weights_fill_everything_and_repeat():
             assert not bool((parameter == 7.0).all())
             assert torch.equal(parameter, same[name])
             assert not torch.equal(parameter, changed[name])
+
+
+# --- a model that knows its checkpoints' other names
+
+
+def renaming(folder: Path) -> torch.nn.Module:
+    """A model that takes names with "old." in front for its own, and leaves those of drafts unread."""
+    model = built(folder)
+    model.own_name = lambda name: None if name.startswith("draft.") else name.removeprefix("old.")
+    return model
+
+
+def test_tensors_go_under_the_names_that_the_model_has_for_them(tmp_path, caplog):
+    def rename(tensors):
+        return {f"old.{k}" if "layers.1." in k else k: v for k, v in tensors.items()} | {"draft.x": torch.ones(2)}
+
+    folder = edited(UNTIED, tmp_path, rename)
+    with caplog.at_level(logging.INFO):
+        model = load(folder, renaming(folder))
+    assert "the model does not read 1 tensors: draft.x" in caplog.text
+    want = load(checkpoint_folder(UNTIED))
+    for got, wanted in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (
+            lambda t: t | {"old.model.norm.weight": torch.ones(48)},
+            r"model\.norm\.weight and old\..*, which are the same",
+        ),
+        (lambda t: t | {"old.other": torch.ones(2)}, "1 left over: old.other"),
+        (lambda t: {k: v for k, v in t.items() if k != HEAD}, f"1 missing: {HEAD}"),
+        (
+            lambda t: {f"old.{k}" if k == HEAD else k: v[:3] if k == HEAD else v for k, v in t.items()},
+            rf"tensor old\.{HEAD} has shape \[3, 48\]",
+        ),
+    ],
+)
+def test_other_names_hide_no_tensor_that_does_not_fit(tmp_path, edit, sentence):
+    folder = edited(UNTIED, tmp_path, edit)
+    model = renaming(folder)
+    with pytest.raises(ValueError, match=sentence):
+        load(folder, model)
+    assert untouched(model)
