@@ -135,13 +135,21 @@ class WeightQuantization:
 
 
 def read_weight_quantization(config: Mapping[str, Any]) -> WeightQuantization | None:
-    """What config.json's quantization_config says; None without one. Raises as `WeightQuantization.from_config`."""
+    """What config.json's quantization_config says; None without one. DeepSeek-V4 has expert_dtype beside it.
+
+    Raises as `WeightQuantization.from_config`, and ValueError for an expert_dtype that is there twice and differs.
+    """
     options = config.get("quantization_config")
     if options is None:
         return None
     if not isinstance(options, dict):
         raise ValueError(f"config.json: quantization_config must be an object, got {options!r}")
-    return WeightQuantization.from_config(options)
+    inside, beside = options.get("expert_dtype"), config.get("expert_dtype")
+    if None not in (inside, beside) and inside != beside:
+        raise ValueError(
+            f"config.json: expert_dtype is {beside!r} and quantization_config has {inside!r}: only one of them is right"
+        )
+    return WeightQuantization.from_config(options if beside is None else options | {"expert_dtype": beside})
 
 
 def _fp8(options: Mapping[str, Any]) -> LinearFormat:
@@ -168,10 +176,11 @@ def _mxfp4(options: Mapping[str, Any]) -> LinearFormat:
 
 
 def _expert_format(method: str, dtype: Any, linear: LinearFormat) -> LinearFormat:
-    """Experts in a format of their own: DeepSeek-V4 keeps them in FP4 beside FP8 layers, with FP8 activations."""
+    """Experts in a format of their own: DeepSeek-V4 keeps them in FP4 beside FP8 layers. Their inputs are as the other
+    layers' are."""
     if dtype not in ("fp8", "fp4") or (method == "mxfp4" and dtype != "fp4"):
         raise _refused("expert_dtype", dtype, "'fp4'" if method == "mxfp4" else "'fp8' or 'fp4'")
-    return linear if dtype == "fp8" or method == "mxfp4" else LinearFormat(MXFP4, MXFP8)
+    return linear if dtype == "fp8" or method == "mxfp4" else LinearFormat(MXFP4, linear.activation)
 
 
 def _names(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -48,10 +48,17 @@ def test_the_standard_activation_format_is_e4m3_with_a_power_of_two_per_32_chann
     assert (activation.element, activation.block, activation.scale) == ("e4m3", (1, 32), "ue8m0")
 
 
-@pytest.mark.parametrize("options", [FP8, FP8 | {"scale_fmt": "ue8m0"}])
-def test_experts_in_fp4_beside_layers_in_fp8(options):
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        (FP8, FP8_ROW),
+        (FP8 | {"scale_fmt": "ue8m0"}, FP8_ROW_UE8M0),
+        (FP8 | {"scale_fmt": "ue8m0", "weight_block_size": [32, 32]}, MXFP8),
+    ],
+)
+def test_experts_in_fp4_beside_layers_in_fp8_have_the_layers_inputs(options, activation):
     quantization = read(options, expert_dtype="fp4")
-    assert quantization.experts == LinearFormat(MXFP4, MXFP8)
+    assert quantization.experts == LinearFormat(MXFP4, activation)
     assert quantization.of("model.layers.3.mlp", "experts.7.gate_proj").weight == MXFP4
     assert quantization.of("model.layers.3.mlp.experts", "7.gate_proj").weight == MXFP4
     assert quantization.of("model.layers.3.mlp", "shared_experts.gate_proj") == quantization.linear
@@ -65,6 +72,35 @@ def test_a_config_without_it_has_none():
     assert read_weight_quantization({"quantization_config": FP8}) == read(FP8)
     with pytest.raises(ValueError, match="quantization_config must be an object, got 'fp8'"):
         read_weight_quantization({"quantization_config": "fp8"})
+
+
+V4 = {
+    "expert_dtype": "fp4",
+    "quantization_config": FP8 | {"scale_fmt": "ue8m0"},
+}
+
+
+def test_deepseek_v4_has_the_experts_format_beside_the_others():
+    quantization = read_weight_quantization(V4)
+    assert quantization == read_weight_quantization(
+        {"quantization_config": V4["quantization_config"] | {"expert_dtype": "fp4"}}
+    )
+    for expert in ("layers.2.ffn.experts", "mtp.0.ffn.experts"):
+        assert quantization.of(expert, "255.w1", "255.w3", "255.w2") == LinearFormat(MXFP4, FP8_ROW_UE8M0)
+    assert quantization.of("layers.2.ffn.shared_experts", "w1", "w3").weight == FP8_BLOCK_UE8M0
+    assert quantization.of("layers.2.attn", "wq_a").weight == FP8_BLOCK_UE8M0
+
+
+@pytest.mark.parametrize("beside", [{}, {"expert_dtype": None}, {"expert_dtype": "fp8"}])
+def test_deepseek_v4_base_has_experts_as_its_layers(beside):
+    quantization = read_weight_quantization({"quantization_config": V4["quantization_config"]} | beside)
+    assert quantization.of("layers.2.ffn.experts", "0.w1") == LinearFormat(FP8_BLOCK_UE8M0, FP8_ROW_UE8M0)
+    assert quantization.of("layers.2.ffn.experts", "0.w1") == quantization.linear
+
+
+def test_two_expert_dtypes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="expert_dtype is 'fp4' and quantization_config has 'fp8'"):
+        read_weight_quantization(V4 | {"quantization_config": FP8 | {"expert_dtype": "fp8"}})
 
 
 # --- modules that stay as they are
