@@ -11,6 +11,7 @@ from tests.ops.gemm_cases import GEMM_CASES
 from tests.ops.integer_cases import EMBEDDING_CASES, SPLIT_CASES
 from tests.ops.kv_cases import LOAD_CASES, RECORD_STORE_CASES, TRANSFORM_CASES
 from tests.ops.linear_cases import LINEAR_CASES, WEIGHT_CASES
+from tests.ops.moe_cases import SCORE_CASES
 from tests.ops.norm_cases import NORM_CASES
 from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
 from tests.ops.quantize_cases import QUANTIZE_CASES
@@ -34,6 +35,10 @@ _GATE: dict[str, Callable[[], Call]] = {
     "large_values": lambda: ((normal(4, 8) * 200,), {}),
     "float16": lambda: ((normal(5, 2 * 700, dtype=torch.float16) * 3,), {}),
     "wider_than_a_tile_bfloat16": lambda: ((normal(3, 2 * 2500, dtype=BF16),), {}),
+    "limit": lambda: ((normal(7, 26) * 3,), {"limit": 1.5}),
+    "limit_of_strided": lambda: ((every_other(normal(7, 90)) * 20,), {"limit": 10.0}),
+    "limit_bfloat16": lambda: ((normal(100, 3072, dtype=BF16) * 20,), {"limit": 10.0}),
+    "limit_bfloat16_odd": lambda: ((normal(7, 26, dtype=BF16) * 3,), {"limit": 0.7}),
     "batched": lambda: ((normal(2, 3, 64, dtype=torch.float16).transpose(0, 1),), {}),
     "rows_apart_bfloat16": lambda: ((rows_apart(normal(7, 48, dtype=BF16)),), {}),
 }
@@ -63,15 +68,25 @@ _ROUTE: dict[str, Callable[[], Call]] = {
 }
 
 
-def _experts(tokens: int, experts: int, top_k: int, *, dtype=torch.float32, view=lambda x: x, only=None) -> Call:
+def _experts(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    *,
+    dtype=torch.float32,
+    weight_dtype=None,
+    view=lambda x: x,
+    only=None,
+    limit=None,
+) -> Call:
     hidden, inter = 10, 6
     logits = normal(tokens, experts, seed=4)
     if only is not None:
         logits[:, only] += 50
-    routing = route_softmax.reference(logits.to(dtype), top_k=top_k, renormalize=True)
+    routing = route_softmax.reference(logits.to(weight_dtype or dtype), top_k=top_k, renormalize=True)
     gate_up = tuple(normal(2 * inter, hidden, dtype=dtype, seed=10 + i) for i in range(experts))
     down = tuple(normal(hidden, inter, dtype=dtype, seed=50 + i) for i in range(experts))
-    return (view(normal(tokens, hidden, dtype=dtype)), ExpertWeights(gate_up, down), Routing(*routing)), {}
+    return (view(normal(tokens, hidden, dtype=dtype)), ExpertWeights(gate_up, down, None, limit), Routing(*routing)), {}
 
 
 _EXPERTS: dict[str, Callable[[], Call]] = {
@@ -82,6 +97,9 @@ _EXPERTS: dict[str, Callable[[], Call]] = {
     "every_expert": lambda: _experts(4, 3, 3),
     "bfloat16": lambda: _experts(17, 5, 2, dtype=BF16),
     "strided": lambda: _experts(7, 5, 2, view=every_other),
+    "limit": lambda: _experts(17, 5, 2, limit=0.7),
+    "limit_bfloat16": lambda: _experts(17, 5, 2, dtype=BF16, limit=2.0),
+    "float32_weights_bfloat16": lambda: _experts(17, 5, 2, dtype=BF16, weight_dtype=torch.float32),
 }
 
 
@@ -104,6 +122,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "quantize": QUANTIZE_CASES,
     "silu_and_mul": _GATE,
     "route_softmax": _ROUTE,
+    "route_scores": SCORE_CASES,
     "allocate_experts": {
         "some": lambda: ((3, 10, 6), {"dtype": BF16, "device": torch.device("cpu")}),
         "one": lambda: ((1, 4, 8), {"dtype": torch.float32, "device": torch.device("cpu")}),

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rorqual.ops.attention import paged_attention
 from rorqual.ops.linear import prepare_weight
-from rorqual.ops.moe import ExpertWeights, Routing, fused_experts, route_softmax
+from rorqual.ops.moe import ExpertWeights, Routing, fused_experts, route_scores, route_softmax
 from rorqual.ops.rope import rotary_embedding
 from rorqual.ops.silu_and_mul import silu_and_mul
 from rorqual.ops.store_kvcache import store_kvcache
@@ -128,10 +129,12 @@ def test_an_fp8_cache_saturates_and_keeps_nan(store, layout):
 
 @pytest.mark.parametrize("name", CASES["silu_and_mul"])
 def test_silu_and_mul_is_its_formula(name):
-    (gate_up,), _ = CASES["silu_and_mul"][name]()
+    (gate_up,), options = CASES["silu_and_mul"][name]()
+    limit = options.get("limit", np.inf)
     gate, up = np.split(array(gate_up), 2, axis=-1)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     want = gate / (1 + np.exp(-gate)) * up
-    got = silu_and_mul.reference(gate_up)
+    got = silu_and_mul.reference(gate_up, **options)
     np.testing.assert_allclose(array(got), want, rtol=2 * ONE_ROUNDING[got.dtype], atol=1e-5)
 
 
@@ -195,6 +198,68 @@ def test_mo3_routing_takes_the_experts_of_topk_over_softmax(name, renormalize):
     assert all(len(set(row)) == top_k for row in routing.expert_ids.tolist())
 
 
+@pytest.mark.parametrize("name", CASES["route_scores"])
+def test_routing_by_scores_is_its_formula_token_by_token(name):
+    (logits,), options = CASES["route_scores"][name]()
+    routing = route_scores.reference(logits, **options)
+    assert routing.expert_ids.dtype is torch.int64
+    assert routing.weights.dtype is torch.float32
+    wide, top_k, bias, table = array(logits), options["top_k"], options.get("bias"), options.get("table")
+    num_groups, top_groups = options.get("num_groups", 1), options.get("top_groups", 1)
+    scores = 1 / (1 + np.exp(-wide)) if options["scoring"] == "sigmoid" else np.sqrt(np.logaddexp(0, wide))
+    num_experts = wide.shape[1]
+    for token, row in enumerate(scores):
+        if table is not None:
+            chosen = table.expert_ids[int(table.token_ids[token])].tolist()
+        else:
+            # Which of equal ones wins is about float32 numbers, whatever their last bits are.
+            single = logits[token].sigmoid() if options["scoring"] == "sigmoid" else F.softplus(logits[token]).sqrt()
+            choice = (single if bias is None else single + bias).tolist()
+            size = num_experts // num_groups
+            groups = [choice[start : start + size] for start in range(0, num_experts, size)]
+            kept = range(num_groups)
+            if top_groups < num_groups:
+                best = [float(np.float32(sum(sorted(group)[-2:]))) for group in groups]
+                kept = sorted(range(num_groups), key=lambda group: (-best[group], group))[:top_groups]
+            allowed = [e for e in range(num_experts) if e // size in kept]
+            chosen = sorted(allowed, key=lambda e: (-choice[e], e))[:top_k]
+        assert routing.expert_ids[token].tolist() == chosen
+        weights = row[chosen]
+        if options["renormalize"]:
+            weights = weights / (weights.sum() + 1e-20)
+        np.testing.assert_allclose(array(routing.weights[token]), weights * options["scale"], rtol=2e-6, atol=1e-37)
+
+
+def test_masked_experts_are_never_chosen_where_biases_are_negative():
+    """A mask of zeros in place of minus infinity would let them win."""
+    logits, bias = torch.zeros(1, 8), torch.tensor([-3.0, -3, -2, -2, -1, -1, -4, -4])
+    options = {"scoring": "sigmoid", "renormalize": True, "num_groups": 4, "bias": bias}
+    assert route_scores.reference(logits, top_k=2, top_groups=1, **options).expert_ids.tolist() == [[4, 5]]
+    assert route_scores.reference(logits, top_k=4, top_groups=2, **options).expert_ids.tolist() == [[4, 5, 2, 3]]
+
+
+def test_a_group_is_as_good_as_its_two_best_experts():
+    """Not as its best one, nor all of them; and the bias counts."""
+    bias = torch.tensor([0.9, 0, 0, 0.5, 0.5, 0, 0.4, 0.4, 0.4])
+    options = {"scoring": "sigmoid", "renormalize": True, "num_groups": 3, "top_groups": 1, "bias": bias}
+    assert route_scores.reference(torch.zeros(1, 9), top_k=3, **options).expert_ids.tolist() == [[3, 4, 5]]
+
+
+def test_the_bias_chooses_and_has_no_part_in_the_weights():
+    bias = torch.tensor([0.0, 5, 0, -5])
+    got = route_scores.reference(torch.ones(1, 4), scoring="sigmoid", top_k=2, renormalize=True, scale=3.0, bias=bias)
+    assert got.expert_ids.tolist() == [[1, 0]]
+    torch.testing.assert_close(got.weights, torch.tensor([[1.5, 1.5]]))
+
+
+def test_the_limit_is_applied_before_silu():
+    """silu(20) clamped would be 10, silu(10) is a little less; and gate has no lower limit, up has one."""
+    got = silu_and_mul.reference(torch.tensor([[20.0, -20.0, 1.0, 2.0, 3.0, -20.0]]), limit=10.0)
+    silu = [x / (1 + np.exp(-x)) for x in (10.0, -20.0, 1.0)]
+    np.testing.assert_allclose(array(got)[0], [silu[0] * 2, silu[1] * 3, silu[2] * -10], rtol=1e-6)
+    assert got[0, 0] < 20
+
+
 @pytest.mark.parametrize("name", CASES["fused_experts"])
 def test_fused_experts_is_the_sum_over_each_tokens_experts(name):
     (x, experts, routing), _ = CASES["fused_experts"][name]()
@@ -202,6 +267,11 @@ def test_fused_experts_is_the_sum_over_each_tokens_experts(name):
     for token in range(len(x)):
         for expert, weight in zip(routing.expert_ids[token].tolist(), routing.weights[token].tolist(), strict=True):
             gate, up = np.split(array(experts.gate_up[expert]) @ array(x[token]), 2)
+            if experts.swiglu_limit is not None:
+                gate, up = (
+                    np.minimum(gate, experts.swiglu_limit),
+                    np.clip(up, -experts.swiglu_limit, experts.swiglu_limit),
+                )
             want[token] += weight * (array(experts.down[expert]) @ (gate / (1 + np.exp(-gate)) * up))
     got = fused_experts.reference(x, experts, routing)
     assert got.dtype == x.dtype
