@@ -54,3 +54,42 @@ def read_sliding_windows(reader: ConfigReader, num_layers: int) -> tuple[int | N
             "set both, or make every entry 'full_attention'"
         )
     return tuple(known[kind] for kind in layer_types)
+
+
+def read_mla_keys(reader: ConfigReader) -> dict[str, Any]:
+    """What multi-head latent attention adds: q_lora_rank to v_head_dim. Refuses what it is not computed with."""
+    nope, rope = reader.take("qk_nope_head_dim", int), reader.take("qk_rope_head_dim", int)
+    reader.require("qk_head_dim", nope + rope)
+    reader.require("head_dim", rope)  # so transformers writes it, for its rotary embedding
+    reader.require("num_key_value_heads", reader.take("num_attention_heads", int))
+    reader.require("rope_interleave", True)
+    for key in ("attention_bias", "mlp_bias"):
+        reader.require(key, False)
+    return {
+        "q_lora_rank": reader.take("q_lora_rank", int, None),
+        "kv_lora_rank": reader.take("kv_lora_rank", int),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": reader.take("v_head_dim", int),
+    }
+
+
+def read_routing_keys(reader: ConfigReader) -> dict[str, Any]:
+    """DeepSeek-V3's experts: intermediate_size to num_nextn_predict_layers. Refuses other ways to choose experts."""
+    reader.require("hidden_act", "silu")
+    reader.require("scoring_func", "sigmoid")
+    reader.require("topk_method", "noaux_tc")
+    reader.require("moe_layer_freq", 1)
+    reader.ignore("ep_size", "aux_loss_alpha", "seq_aux")  # how it was trained, and spread over machines
+    return {
+        "intermediate_size": reader.take("intermediate_size", int),
+        "moe_intermediate_size": reader.take("moe_intermediate_size", int),
+        "n_routed_experts": reader.take("n_routed_experts", int, aliases=("num_local_experts", "num_experts")),
+        "n_shared_experts": reader.take("n_shared_experts", int, 0),
+        "num_experts_per_tok": reader.take("num_experts_per_tok", int),
+        "n_group": reader.take("n_group", int),
+        "topk_group": reader.take("topk_group", int),
+        "norm_topk_prob": reader.take("norm_topk_prob", bool, True),
+        "routed_scaling_factor": reader.take("routed_scaling_factor", float),
+        "num_nextn_predict_layers": reader.take("num_nextn_predict_layers", int, 0, aliases=("num_mtp_layers",)),
+    }

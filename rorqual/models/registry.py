@@ -18,7 +18,7 @@ from rorqual.config import did_you_mean
 from rorqual.layers.decoder import Placement
 from rorqual.loader.quantization_config import read_weight_quantization
 
-_ALIASES = {"mistral": "llama", "qwen2": "llama"}
+_ALIASES = {"kimi_k2": "deepseek_v3", "mistral": "llama", "qwen2": "llama"}
 """model_types whose layers are another's; that file tells them apart by the config's model_type."""
 
 
