@@ -23,6 +23,8 @@ class RowRange(NamedTuple):
     """[num_tokens] int32; None begins at row 0."""
     stop: torch.Tensor
     """[num_tokens] int32."""
+    most: int | None = None
+    """Rows that any token sees at most, known on the host (a window's width); None: what the tables have room for."""
 
 
 class RowList(NamedTuple):
@@ -64,10 +66,26 @@ def row_attention(
 
     Source: DeepSeek-V2, arXiv:2405.04434 (absorbed MLA); DeepSeek-V4 for windows beside compressed entries.
     """
-    outputs = []
+    everyone = slice(0, batch.num_tokens)
+    return attend(query, sources, batch, everyone, scale=scale, value_dim=value_dim, sinks=sinks)
+
+
+def attend(
+    query: torch.Tensor,
+    sources: Sequence[RowSource],
+    batch: Batch,
+    tokens: slice,
+    *,
+    scale: float,
+    value_dim: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`row_attention` of some of the tokens, whose queries these are: [n, num_heads, value_dim]."""
+    outputs = [query.new_empty(0, query.shape[1], value_dim)]
     owners = seq_of_token(batch)
-    for start in range(0, batch.num_tokens, _TOKENS_AT_ONCE):
-        part = slice(start, start + _TOKENS_AT_ONCE)
+    for start in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
+        part = slice(start, min(start + _TOKENS_AT_ONCE, tokens.stop))
+        mine = query[part.start - tokens.start : part.stop - tokens.start]
         rows, seen = [], []
         for cache, which in sources:
             slots = (
@@ -79,13 +97,13 @@ def row_attention(
             seen.append(slots >= 0)
         keys, visible = torch.cat(rows, dim=1), torch.cat(seen, dim=1)
         keys = keys.masked_fill(~visible[:, :, None], 0.0)  # what lies behind a slot of -1 may be anything
-        scores = torch.einsum("thd,tnd->thn", query[part].float(), keys) * scale
+        scores = torch.einsum("thd,tnd->thn", mine.float(), keys) * scale
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=-1)
         weights = scores.softmax(-1)[..., : keys.shape[1]].nan_to_num(0.0)
-        outputs.append(torch.einsum("thn,tnv->thv", weights, keys[..., :value_dim]))
-    return torch.cat(outputs).to(query.dtype)
+        outputs.append(torch.einsum("thn,tnv->thv", weights, keys[..., :value_dim]).to(query.dtype))
+    return torch.cat(outputs)
 
 
 def seq_of_token(batch: Batch) -> torch.Tensor:

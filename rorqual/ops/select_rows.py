@@ -36,19 +36,29 @@ def select_rows(
 
     Source: DeepSeek-V3.2.
     """
-    chosen = []
-    owners = seq_of_token(batch)
-    for start in range(0, batch.num_tokens, _TOKENS_AT_ONCE):
-        part = slice(start, start + _TOKENS_AT_ONCE)
+    made = torch.full((batch.num_tokens, top_k), -1, dtype=torch.int32, device=query.device)
+    choose(query, weights, keys, rows, batch, slice(0, batch.num_tokens), made)
+    return made
+
+
+def choose(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    keys: RowCache,
+    rows: RowRange,
+    batch: Batch,
+    tokens: slice,
+    made: torch.Tensor,
+) -> None:
+    """`select_rows` of some of the tokens, written to their rows of `made`, which hold -1."""
+    owners, top_k = seq_of_token(batch), made.shape[1]
+    for start in range(tokens.start, tokens.stop, _TOKENS_AT_ONCE):
+        part = slice(start, min(start + _TOKENS_AT_ONCE, tokens.stop))
         slots = range_slots(rows, owners, keys.rows_per_block, part)
         visible = slots >= 0
         found = read_rows(keys, slots).masked_fill(~visible[:, :, None], 0.0)
         scores = torch.relu(torch.einsum("thd,tnd->thn", query[part].float(), found))
         scores = torch.einsum("thn,th->tn", scores, weights[part].float()).masked_fill(~visible, float("-inf"))
         order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
-        picked = slots.gather(1, order)
         # What is not visible stands behind all that is, in either order.
-        made = torch.full((len(slots), top_k), -1, dtype=torch.int32, device=query.device)
-        made[:, : picked.shape[1]] = picked
-        chosen.append(made)
-    return torch.cat(chosen)
+        made[part, : order.shape[1]] = slots.gather(1, order)
