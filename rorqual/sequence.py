@@ -38,10 +38,11 @@ class Sequence:
     """Prompt tokens found in the prefix cache when it was first admitted; None before that."""
     num_preemptions: int = 0
     block_tables: list[array[int]] = field(default_factory=list)
-    """Per cache group, the block of each block_size tokens; -1 where a window has passed. Empty if not admitted."""
+    """Per cache group, its blocks in order; -1 where nothing is read any more. Empty if not admitted."""
     prefix: list[PrefixNode] = field(default_factory=list)
-    """The name of each full block of token_ids, as far as they were needed."""
-    num_published_blocks: int = 0
+    """The name of each full block_size of token_ids, as far as they were needed."""
+    num_published_tokens: int = 0
+    """Leading tokens, a multiple of block_size, whose full blocks the prefix cache knows."""
 
     @property
     def num_output_tokens(self) -> int:

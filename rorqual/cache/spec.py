@@ -28,6 +28,11 @@ class Retention(NamedTuple):
         """The first position that a query at num_computed, or anything computed after it, reads."""
         return max(0, num_computed // self.period * self.period - self.back)
 
+    @property
+    def span(self) -> int:
+        """The most positions from the first that a query reads up to its own."""
+        return self.back + self.period
+
 
 class Paging(NamedTuple):
     """How a group's tokens lie in blocks."""
@@ -45,6 +50,11 @@ class Paging(NamedTuple):
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that cover this many tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def most_blocks(self, num_tokens: int, retention: Retention | None, *, max_chunk: int) -> int:
+        """Blocks that a sequence of this length holds at most, in chunks of max_chunk. The last token needs no slot."""
+        all_blocks = self.blocks_for(max(1, num_tokens - 1))
+        return all_blocks if retention is None else min(all_blocks, self.blocks_for(retention.span + max_chunk) + 1)
 
     def slots(self, blocks: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] int64: the slots that tokens at these positions write in the blocks that cover them, both [n]; -1 for a
@@ -125,9 +135,13 @@ class CacheGroup(NamedTuple):
         """Blocks hold block_size tokens, or the fewest more that are whole rows."""
         return Paging(math.lcm(block_size, self.spec.tokens_per_row), self.spec.tokens_per_row)
 
+    def bytes_per_row(self) -> int:
+        """Bytes of one row over all caches of the group."""
+        return self.spec.bytes_per_row() * len(self.caches)
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block over all caches of the group."""
-        return self.spec.bytes_per_row() * len(self.caches) * self.paging(block_size).rows
+        return self.bytes_per_row() * self.paging(block_size).rows
 
 
 def group_caches(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:

@@ -15,6 +15,7 @@ import torch
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.cache.sizing import bytes_per_sequence, bytes_per_token
 from rorqual.config import EngineConfig
 from rorqual.engine.answer import Answer, AnswerRows
 from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
@@ -70,7 +71,7 @@ class Engine:
         self.eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
         self.vocab_size = self._runner.model.vocab_size
         pools = [
-            GroupPool(BlockPool(n), g.spec.sliding_window)
+            GroupPool(BlockPool(n), g.paging(self.resolved.block_size), g.spec.retention)
             for g, n in zip(self.resolved.groups, self.resolved.num_blocks, strict=True)
         ]
         self.cache = CacheManager(
@@ -511,18 +512,20 @@ class Engine:
     def banner(self) -> str:
         """What was started, for people: model, dtype, device, kernels, memory, time per stage."""
         r, gib = self.resolved, 2**30
-        concurrency = r.num_kv_tokens / r.max_model_len
+        blocks, concurrency = r.num_kv_tokens // r.block_size, r.num_kv_tokens / r.max_model_len
         random = " of random values" if self.config.load_format == "dummy" else ""
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
         memory = self._runner.memory_summary()
+        fixed = bytes_per_sequence(r.groups, block_size=r.block_size)
+        each = f"{bytes_per_token(r.groups):,.6g} bytes per token" + (f" and {fixed:,} per sequence" if fixed else "")
         return "\n".join(
             (
                 f"model    {self.config.model} ({self.path})",
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
                 f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
                 f"weights  {r.weight_bytes / gib:.2f} GiB{random}, {' and '.join(r.weight_formats)}",
-                f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {max(r.num_blocks)} blocks of {r.block_size} tokens "
-                f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,})",
+                f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {blocks} blocks of {r.block_size} tokens "
+                f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,}), {each}",
                 *([] if memory is None else [f"memory   {memory}"]),
                 f"start    {stages}",
             )

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
+from rorqual.cache.sizing import blocks_beside, blocks_for_tokens, bytes_for_blocks, plan_blocks
 from rorqual.cache.spec import CacheGroup
 from rorqual.config import EngineConfig
 from rorqual.platform import available_memory, total_memory
@@ -276,16 +276,12 @@ class CacheSizing:
         return tuple(num_blocks), max_model_len
 
     def _num_blocks(self) -> list[int]:
-        if self.config.num_kv_blocks is not None:
-            return [self.config.num_kv_blocks] * len(self.groups)
+        block_size, num_seqs, max_chunk = self.config.block_size, self.max_num_seqs, self.max_chunk
+        if (count := self.config.num_kv_blocks) is not None:
+            return blocks_beside(self.groups, count, block_size=block_size, max_num_seqs=num_seqs, max_chunk=max_chunk)
         given = self.config.kv_cache_memory
-        return plan_blocks(
-            self.groups,
-            max(0, self.budget.num_bytes if given is None else int(given)),
-            block_size=self.config.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_chunk=self.max_chunk,
-        )
+        budget = max(0, self.budget.num_bytes if given is None else int(given))
+        return plan_blocks(self.groups, budget, block_size=block_size, max_num_seqs=num_seqs, max_chunk=max_chunk)
 
     def _check_available(self, num_blocks: list[int]) -> None:
         wanted, available, flag = self._bytes(num_blocks), self.budget.available, self._given_by()
@@ -297,9 +293,13 @@ class CacheSizing:
 
     def _longest_that_fits(self, num_blocks: list[int], max_model_len: int) -> int:
         """max_model_len, or less if the cache cannot hold one such sequence; said in the log."""
-        longest = min(max_model_len, min(num_blocks) * self.config.block_size + 1)
-        while longest > 1 and not self._fits(num_blocks, longest):
-            longest -= self.config.block_size  # windows: a few steps, as the other groups bound it
+        longest, too_long = 1, max_model_len + 1
+        while longest + 1 < too_long:
+            middle = (longest + too_long) // 2
+            if self._fits(num_blocks, middle):
+                longest = middle
+            else:
+                too_long = middle
         if 2 <= longest < max_model_len:
             _log.warning(
                 "max_model_len is %d instead of the model's %d, because the KV cache holds no more: for more, %s",
@@ -310,13 +310,16 @@ class CacheSizing:
     def _check_holds(self, num_blocks: list[int], max_model_len: int) -> None:
         if max_model_len >= 2 and self._fits(num_blocks, max_model_len):
             return
-        needed = self._needed(max(max_model_len, 2))
-        per_block = sum(group.bytes_per_block(self.config.block_size) for group in self.groups)
+        needed, size = self._needed(max(max_model_len, 2)), self.config.block_size
+        lacking = [
+            f"{have} of {need} blocks of {group.bytes_per_block(size):,} bytes"
+            for group, need, have in zip(self.groups, needed, num_blocks, strict=True)
+            if have < need
+        ]
         raise ValueError(
             f"the KV cache cannot hold one sequence of {max(max_model_len, 2)} tokens: it needs "
-            f"{self._bytes(needed):,} bytes ({max(needed)} blocks of {per_block:,} bytes) and gets "
-            f"{self._bytes(num_blocks):,} bytes ({min(num_blocks)} blocks); {self.budget.account}; "
-            f"{self._more()} or lower {self.budget.less}"
+            f"{self._bytes(needed):,} bytes and gets {self._bytes(num_blocks):,} bytes ({', '.join(lacking)}); "
+            f"{self.budget.account}; {self._more()} or lower {self.budget.less}"
         )
 
     def _needed(self, max_model_len: int) -> list[int]:

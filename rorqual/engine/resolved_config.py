@@ -65,8 +65,14 @@ class ResolvedConfig:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that fit the group with the most blocks."""
-        return max(self.num_blocks) * self.block_size
+        """Tokens that fit the groups that keep all; where there are none, the group that holds the most."""
+        kept = [
+            count * paging.block_tokens
+            for group, paging, count in zip(self.groups, self.paging, self.num_blocks, strict=True)
+            if group.spec.retention is None
+        ]
+        sizes = zip(self.paging, self.num_blocks, strict=True)
+        return min(kept) if kept else max(count * paging.block_tokens for paging, count in sizes)
 
 
 def resolve(

@@ -163,12 +163,11 @@ class Scheduler:
                 return None
         if any(seq.draft_token_ids for seq in rows.seqs):
             return None
-        size = self.cache.block_size
-        for row in np.flatnonzero(rows.stops % size == 0).tolist():
-            stop = int(rows.stops[row])
-            if not self.cache.reserve(rows.seqs[row], stop + 1):
-                return None
-            for group in range(len(self.cache.groups)):
+        for group, (_, (size, _), _) in enumerate(self.cache.groups):
+            for row in np.flatnonzero(rows.stops % size == 0).tolist():
+                stop = int(rows.stops[row])
+                if not self.cache.reserve(rows.seqs[row], stop + 1):
+                    return None
                 rows.copy_block(row, group, stop // size)
         return rows.next()
 
@@ -188,8 +187,8 @@ class Scheduler:
         assert not any(seq.num_unknown_tokens for seq in (*self.running, *self.waiting)), "a step was never read"
         for seq in self.running:
             assert seq.num_computed_tokens < len(seq.token_ids) <= seq.max_len
-            for table in seq.block_tables:
-                assert seq.num_computed_tokens <= len(table) * self.cache.block_size
+            for group, table in zip(self.cache.groups, seq.block_tables, strict=True):
+                assert seq.num_computed_tokens <= len(table) * group.paging.block_tokens
         for seq in self.waiting:
             assert not seq.block_tables
             assert seq.num_computed_tokens == 0
@@ -224,12 +223,11 @@ class Scheduler:
                 break
             seq = self.waiting.popleft()
             cached = self.cache.find_prefix(seq)
-            if self._next_block(seq, len(cached[0])) in in_progress:
+            if self._next_block(seq, cached.num_tokens) in in_progress:
                 # Another sequence is computing this very block: wait for it rather than compute it twice.
                 postponed.append(seq)
                 continue
-            num_cached = len(cached[0]) * self.cache.block_size
-            stop = min(len(seq.token_ids), num_cached + self._largest_chunk())
+            stop = min(len(seq.token_ids), cached.num_tokens + self._largest_chunk())
             # Each running sequence will soon want a block: leave it one, or admitting would only preempt.
             if not self.cache.admit(seq, cached, stop=stop, headroom=len(self.running)):
                 self.waiting.appendleft(seq)
@@ -242,11 +240,12 @@ class Scheduler:
             in_progress |= self._blocks_in_progress([seq])
         self.waiting.extendleft(reversed(postponed))
 
-    def _next_block(self, seq: Sequence, num_cached_blocks: int) -> PrefixNode | None:
+    def _next_block(self, seq: Sequence, num_cached: int) -> PrefixNode | None:
         """The first block that a sequence would have to compute although it might be shared."""
-        if not seq.reads_prefix_cache or num_cached_blocks >= (len(seq.token_ids) - 1) // self.cache.block_size:
+        block = num_cached // self.cache.block_size
+        if not seq.reads_prefix_cache or block >= (len(seq.token_ids) - 1) // self.cache.block_size:
             return None
-        return seq.prefix[num_cached_blocks] if num_cached_blocks < len(seq.prefix) else None
+        return seq.prefix[block] if block < len(seq.prefix) else None
 
     def _blocks_in_progress(self, prompts: list[Sequence]) -> set[PrefixNode]:
         if not self.cache.enable_prefix_caching:

@@ -435,7 +435,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         max_logprobs=engine.config.max_logprobs,
         eos_token_ids=list(engine.eos_token_ids),
         block_size=r.block_size,
-        num_blocks=min(r.num_blocks),
+        num_blocks=r.num_kv_tokens // r.block_size,
         dtype=str(r.dtype).removeprefix("torch."),
         device=str(r.device),
         generation_config=engine.default_sampling_params().model_dump(exclude_unset=True),

@@ -1,25 +1,29 @@
 """The KV oracle: a fake model that can only read what was written to the paged cache.
 
-Each slot stores the exact token prefix it was computed from. The model re-reads every slot that its query may see
-through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. So
-equal output to the plain loop proves paging, prefix sharing, chunking, windows, preemption and draft rejection at once;
-and steps ahead, which run before the tokens of the step before are recorded: those with prompts, and those that only
-decode, which go through the block tables of their rows.
+Each row stores the exact token prefix it was computed from. The model re-reads every row that its query may see
+through the block tables, and fails if any is stale, foreign or missing; its next token is a hash of what it read. An
+entry that stands for several tokens is written by the last of them alone, out of the rows of state that its window and,
+with overlap, the one before have left. So equal output to the plain loop proves paging, prefix sharing, chunking,
+windows, compression, preemption and draft rejection at once; and steps ahead, which run before the tokens of the step
+before are recorded: those with prompts, and those that only decode, which go through the block tables of their rows.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import PASSED, CacheManager, GroupPool
+from rorqual.cache.spec import Paging, Retention
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.scheduler import Scheduler
 from rorqual.sequence import Chunk, Sequence
@@ -38,12 +42,52 @@ def plain_generate(prompt: list[int], max_len: int, salt: str) -> list[int]:
     return tokens
 
 
-class PagedModel:
-    """Writes (salt, token prefix) into slots, one dictionary per cache group, and reads them back."""
+class Layer(NamedTuple):
+    """A kind of layer: it sees all tokens, a window of them, or an entry for every `ratio` tokens."""
 
-    def __init__(self, cache: CacheManager) -> None:
-        self.cache = cache
-        self.slots: list[dict[tuple[int, int], tuple[str, tuple[int, ...]]]] = [{} for _ in cache.groups]
+    window: int | None = None
+    ratio: int | None = None
+    overlap: bool = False
+    """Whether an entry is made of the window before its own too."""
+
+    def groups(self, block_size: int) -> list[tuple[Paging, Retention | None]]:
+        """Those of its caches: tokens; or entries and states."""
+        if self.ratio is None:
+            return [(Paging(block_size), Retention(self.window - 1) if self.window else None)]
+        state = Retention(self.ratio if self.overlap else 0, self.ratio)
+        return [(Paging(math.lcm(block_size, self.ratio), self.ratio), None), (Paging(block_size), state)]
+
+
+V4 = [Layer(window=3), Layer(ratio=4, overlap=True), Layer(ratio=8)]
+
+
+class Rows:
+    """One cache group: (salt, token prefix) by block and row."""
+
+    def __init__(self, group: GroupPool) -> None:
+        self.paging = group.paging
+        self.slots: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+
+    def write(self, table: SequenceOf[int], row: int, seq: Sequence, text: list[int]) -> None:
+        """A row of a sequence, by the token that completes it."""
+        block, at = divmod(row, self.paging.rows)
+        assert table[block] != PASSED
+        self.slots[table[block], at] = (seq.cache_salt, tuple(text[: (row + 1) * self.paging.tokens_per_row]))
+
+    def read(self, table: SequenceOf[int], rows: range, seq: Sequence, text: list[int]) -> None:
+        """Rows that must be those of this sequence."""
+        for row in rows:
+            block, at = divmod(row, self.paging.rows)
+            want = (seq.cache_salt, tuple(text[: (row + 1) * self.paging.tokens_per_row]))
+            assert self.slots.get((table[block], at)) == want, "stale or foreign KV"
+
+
+class PagedModel:
+    """Layers over the groups of a cache, in their order."""
+
+    def __init__(self, layers: SequenceOf[Layer], cache: CacheManager) -> None:
+        self.layers = layers
+        self.rows = [Rows(group) for group in cache.groups]
 
     def run(self, chunk: Chunk, unread: Mapping[Sequence, int] = MappingProxyType({})) -> list[int]:
         """What a chunk yields; tokens of the step before, in `unread`, are not in token_ids yet."""
@@ -72,16 +116,26 @@ class PagedModel:
         return tokens
 
     def _write_and_read(self, chunk: Chunk, text: list[int], tables: SequenceOf[SequenceOf[int]]) -> None:
-        seq, size = chunk.seq, self.cache.block_size
-        for group, table, slots in zip(self.cache.groups, tables, self.slots, strict=True):
-            for i in range(chunk.start, chunk.stop):
-                assert table[i // size] != PASSED
-                slots[table[i // size], i % size] = (seq.cache_salt, tuple(text[: i + 1]))
-            for query in range(chunk.start, chunk.stop):
-                first = 0 if group.sliding_window is None else max(0, query - group.sliding_window + 1)
-                for i in range(first, query + 1):
-                    found = slots.get((table[i // size], i % size))
-                    assert found == (seq.cache_salt, tuple(text[: i + 1])), "stale or foreign KV"
+        seq, queries = chunk.seq, range(chunk.start, chunk.stop)
+        groups = zip(self.rows, tables, strict=True)
+        for window, ratio, overlap in self.layers:
+            rows, table = next(groups)
+            if ratio is None:
+                for token in queries:
+                    rows.write(table, token, seq, text)
+            else:
+                states, states_table = next(groups)
+                for token in queries:
+                    states.write(states_table, token, seq, text)
+                for token in queries:
+                    if (token + 1) % ratio == 0:
+                        pooled = range(max(0, token + 1 - (1 + overlap) * ratio), token + 1)
+                        states.read(states_table, pooled, seq, text)
+                        rows.write(table, token // ratio, seq, text)
+            for query in queries:
+                first = max(0, query - window + 1) if window else 0
+                rows.read(table, range(first, (query + 1) // (ratio or 1)), seq, text)
+        assert next(groups, None) is None
 
 
 def guess(seq: Sequence, rng: random.Random) -> list[int]:
@@ -108,7 +162,21 @@ workloads = {
     "max_num_batched_tokens": st.sampled_from([1, 2, 3, 4, 4, 5, 6, 9]),
     "max_num_seqs": st.integers(1, 5),
     "threshold": st.sampled_from([None, None, None, 1, 2, 4]),
-    "windows": st.sampled_from([[None], [None], [1], [2], [3], [4], [6], [None, 3], [5, None, 2]]),
+    "layers": st.sampled_from(
+        [
+            [Layer()],
+            [Layer()],
+            *([Layer(window=window)] for window in (1, 2, 3, 4, 6)),
+            [Layer(), Layer(window=3)],
+            [Layer(window=5), Layer(), Layer(window=2)],
+            [Layer(ratio=4)],
+            [Layer(ratio=3, overlap=True)],
+            [Layer(ratio=8)],
+            [Layer(), Layer(ratio=6), Layer(window=2)],
+            V4,
+            V4,
+        ]
+    ),
     "enable_prefix_caching": st.booleans(),
     "looks_ahead": st.booleans(),
     "seed": st.integers(0, 2**16),
@@ -206,7 +274,7 @@ def run_workload(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     threshold: int | None,
-    windows: list[int | None],
+    layers: list[Layer],
     enable_prefix_caching: bool,
     looks_ahead: bool,
     seed: int,
@@ -226,15 +294,16 @@ def run_workload(
 
     longest = max(seq.max_len for seq in seqs)
 
-    def group(window: int | None) -> GroupPool:
+    def group(paging: Paging, retention: Retention | None) -> GroupPool:
         """The fewest blocks with which nothing is refused, and a few to spare."""
         for num_blocks in itertools.count(1):
-            alone = CacheManager([GroupPool(BlockPool(num_blocks), window)], block_size=block_size)
+            alone = CacheManager([GroupPool(BlockPool(num_blocks), paging, retention)], block_size=block_size)
             if alone.why_never_fits(longest, max_chunk=max_num_batched_tokens) is None:
-                return GroupPool(BlockPool(num_blocks + spare_blocks), window)
+                return GroupPool(BlockPool(num_blocks + spare_blocks), paging, retention)
         raise AssertionError
 
-    cache = CacheManager(map(group, windows), block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    groups = [group(*each) for layer in layers for each in layer.groups(block_size)]
+    cache = CacheManager(groups, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(
         cache,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -242,7 +311,7 @@ def run_workload(
         long_prefill_token_threshold=threshold,
     )
     want = {s.seq_id: plain_generate(s.token_ids, s.max_len, s.cache_salt) for s in seqs}
-    model, pending, aborted = PagedModel(cache), list(seqs), set()
+    model, pending, aborted = PagedModel(layers, cache), list(seqs), set()
     for _ in range(4000):
         if pending and rng.random() < 0.5:
             scheduler.add(pending.pop(0))

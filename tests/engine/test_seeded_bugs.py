@@ -36,7 +36,7 @@ class Edit(NamedTuple):
 
 
 SCHEDULER, POOL, MANAGER, PREFIX = "engine/scheduler.py", "cache/block_pool.py", "cache/manager.py", "cache/prefix.py"
-ROWS = "engine/decode_rows.py"
+ROWS, SPEC = "engine/decode_rows.py", "cache/spec.py"
 
 BUGS: dict[str, list[Edit]] = {
     # blocks
@@ -51,18 +51,34 @@ BUGS: dict[str, list[Edit]] = {
     ],
     # prefixes
     "hit_may_cover_the_whole_prompt": [
-        Edit(MANAGER, "(len(seq.token_ids) - 1) // self.block_size", "len(seq.token_ids) // self.block_size")
+        Edit(MANAGER, "max(0, len(seq.token_ids) - 1) // self.block_size", "len(seq.token_ids) // self.block_size")
     ],
     "published_before_computed": [
-        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size",
-             "num_full = min(len(seq.prefix), *map(len, seq.block_tables))"),
+        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size * self.block_size",
+             "num_full = min(len(seq.prefix), *map(len, seq.block_tables)) * self.block_size"),
     ],
     "published_one_block_early": [
-        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size",
-             "num_full = min(len(seq.prefix), self.num_blocks_for(seq.num_computed_tokens))"),
+        Edit(MANAGER, "num_full = seq.num_computed_tokens // self.block_size * self.block_size",
+             "num_full = min(len(seq.prefix), -(-seq.num_computed_tokens // self.block_size)) * self.block_size"),
     ],
     "published_under_the_neighbours_name": [
-        Edit(MANAGER, "group.pool.publish(table[i], seq.prefix[i])", "group.pool.publish(table[i], seq.prefix[i - 1])")
+        Edit(MANAGER, "publish(table[i], self._name(group, seq.prefix, i))",
+             "publish(table[i], self._name(group, seq.prefix, i - 1))")
+    ],
+    "long_block_has_the_name_of_its_beginning": [
+        Edit(MANAGER, "names[(block + 1) * (group.paging.block_tokens // self.block_size) - 1]",
+             "names[block * (group.paging.block_tokens // self.block_size)]"),
+    ],
+    "long_blocks_are_published_too_early": [
+        Edit(MANAGER, "for i in range(seq.num_published_tokens // size, num_full // size)",
+             "for i in range(seq.num_published_tokens // size, min(-(-num_full // size), "
+             "len(seq.prefix) * self.block_size // size))"),
+    ],
+    "hit_loses_rows_of_a_block_that_is_not_full": [
+        Edit(MANAGER, "if num_tokens % block_tokens >= tokens_per_row:", "if False:")
+    ],
+    "hit_is_not_asked_of_groups_that_choose": [
+        Edit(MANAGER, "if g.retention is not None or g.paging.block_tokens", "if g.paging.block_tokens")
     ],
     "salt_ignored": [Edit(MANAGER, "self._index.root(seq.cache_salt)", 'self._index.root("")')],
     "parent_missing_from_the_name": [  # the digest alone would do no harm: identity is checked too
@@ -75,18 +91,27 @@ BUGS: dict[str, list[Edit]] = {
     ],
     # windows
     "window_lets_go_one_token_early": [
-        Edit(MANAGER, "num_computed - sliding_window + 1)", "num_computed - sliding_window + 2)")
+        Edit(SPEC, "// self.period * self.period - self.back)", "// self.period * self.period - self.back + 1)")
+    ],
+    "state_of_the_window_is_let_go_before_it_is_complete": [
+        Edit(SPEC, "max(0, num_computed // self.period * self.period - self.back)", "max(0, num_computed - self.back)")
+    ],
+    "state_of_the_window_before_is_let_go": [
+        Edit(SPEC, "max(0, num_computed // self.period * self.period - self.back)",
+             "max(0, num_computed // self.period * self.period - (self.back if self.period == 1 else 0))"),
     ],
     "window_passes_by_known_tokens": [
-        Edit(MANAGER, "passed = self.first_visible_block(group.sliding_window, seq.num_computed_tokens)",
-             "passed = self.first_visible_block(group.sliding_window, len(seq.token_ids))"),
+        Edit(MANAGER, "passed = group.first_block(seq.num_computed_tokens)",
+             "passed = group.first_block(len(seq.token_ids))"),
     ],
     "window_hit_lacks_its_first_block": [
-        Edit(MANAGER, "(group.sliding_window, len(nodes) * self.block_size)",
-             "(group.sliding_window, (len(nodes) + 1) * self.block_size)"),
+        Edit(MANAGER, "for i in range(group.first_block(num_tokens), ",
+             "for i in range(group.first_block(num_tokens + self.block_size), "),
+        Edit(MANAGER, "first = group.first_block(num_tokens)",
+             "first = min(group.first_block(num_tokens + self.block_size), num_tokens // group.paging.block_tokens)"),
     ],
     "window_hit_is_not_asked_for": [
-        Edit(MANAGER, "        if any(block is None for block in blocks):\n", "        if False:\n")
+        Edit(MANAGER, "if group.pool.find(self._name(group, names, i)) is None:", "if False:")
     ],
     "passed_blocks_are_given_back_again": [Edit(MANAGER, "table[i] = PASSED", "pass")],
     "passed_entries_are_given_back": [
@@ -97,8 +122,8 @@ BUGS: dict[str, list[Edit]] = {
         Edit(MANAGER, "group.pool.give_back(table[first:passed].tolist())", "pass")
     ],
     # reserving
-    "last_token_gets_no_slot": [Edit(MANAGER, "self.num_blocks_for(stop) - len(table)",
-                                     "self.num_blocks_for(stop - 1) - len(table)")],
+    "last_token_gets_no_slot": [Edit(MANAGER, "group.paging.blocks_for(stop) - len(table)",
+                                     "group.paging.blocks_for(stop - 1) - len(table)")],
     "reserved_in_one_group_only": [Edit(MANAGER, "if not all(g.pool.can_take", "if not any(g.pool.can_take")],
     # steps
     "rejected_drafts_count_as_computed": [
@@ -128,7 +153,16 @@ BUGS: dict[str, list[Edit]] = {
         )
     ],
     # steps ahead
-    "new_block_is_missing_from_the_rows": [Edit(ROWS, "            table[row, column] = blocks[column]\n", "")],
+    "new_block_is_missing_from_the_rows": [
+        Edit(ROWS, "        table[row, column] = self.seqs[row].block_tables[group][column]\n", "")
+    ],
+    "new_block_of_one_group_only_is_in_the_rows": [
+        Edit(SCHEDULER, "rows.copy_block(row, group, stop // size)", "rows.copy_block(row, 0, stop // size)")
+    ],
+    "new_blocks_are_expected_in_all_groups_at_once": [
+        Edit(SCHEDULER, "for group, (_, (size, _), _) in enumerate(self.cache.groups):",
+             "size = self.cache.groups[0].paging.block_tokens\n        for group in range(len(self.cache.groups)):"),
+    ],
     "block_of_the_step_ahead_is_not_reserved": [
         Edit(SCHEDULER, "if not self.cache.reserve(rows.seqs[row], stop + 1):",
              "if not self.cache.reserve(rows.seqs[row], stop):"),
@@ -158,7 +192,7 @@ BUGS: dict[str, list[Edit]] = {
     ],
     "token_of_a_decode_is_not_counted": [Edit(SCHEDULER, "            seq.num_computed_tokens += 1\n", "")],
     "window_is_never_passed_while_decoding": [
-        Edit(MANAGER, "(num_computed - window + 1) % self.block_size == 0", "False")
+        Edit(MANAGER, "first // paging.block_tokens > before // paging.block_tokens", "False")
     ],
     "threshold_ignored": [
         Edit(SCHEDULER, "min(self.long_prefill_token_threshold or self.max_num_batched_tokens, ", "max(1, ")

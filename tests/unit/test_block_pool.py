@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.cache.prefix import PrefixIndex, PrefixNode
+from rorqual.cache.spec import Paging
 from rorqual.sequence import Sequence
 
 BLOCK = 4
@@ -19,7 +20,7 @@ BLOCK = 4
 
 def make_cache(num_blocks: int = 8) -> tuple[CacheManager, BlockPool]:
     pool = BlockPool(num_blocks)
-    return CacheManager([GroupPool(pool, None)], block_size=BLOCK), pool
+    return CacheManager([GroupPool(pool, Paging(BLOCK))], block_size=BLOCK), pool
 
 
 def admitted(cache: CacheManager, token_ids: list[int]) -> Sequence:
@@ -34,7 +35,6 @@ def admitted(cache: CacheManager, token_ids: list[int]) -> Sequence:
 @pytest.mark.parametrize(("length", "num_blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
 def test_pc8_sequence_holds_the_blocks_that_cover_it(length, num_blocks):
     cache, pool = make_cache()
-    assert cache.num_blocks_for(length) == num_blocks
     seq = admitted(cache, list(range(length)))
     assert len(seq.block_tables[0]) == num_blocks
     assert pool.num_free == 8 - num_blocks

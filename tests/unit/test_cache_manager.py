@@ -6,6 +6,7 @@ import pytest
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import PASSED, CacheManager, GroupPool
+from rorqual.cache.spec import Paging, Retention
 from rorqual.sequence import Sequence
 
 BLOCK = 4
@@ -13,7 +14,10 @@ BLOCK = 4
 
 def make(*groups: tuple[int, int | None], **options) -> CacheManager:
     """One group per (number of blocks, window)."""
-    pools = [GroupPool(BlockPool(num_blocks), window) for num_blocks, window in groups]
+    pools = [
+        GroupPool(BlockPool(num_blocks), Paging(BLOCK), None if window is None else Retention(window - 1))
+        for num_blocks, window in groups
+    ]
     return CacheManager(pools, **({"block_size": BLOCK} | options))
 
 
@@ -50,7 +54,7 @@ def free(cache: CacheManager) -> list[int]:
 )  # fmt: skip
 def test_first_visible_block_holds_the_first_key_of_the_next_query(window, num_computed, first):
     cache = make((8, window))
-    assert cache.first_visible_block(window, num_computed) == first
+    assert cache.groups[0].first_block(num_computed) == first
     seen = [i for i in range(num_computed + 1) if window is None or num_computed - i < window]
     assert seen[0] // BLOCK == first
 
@@ -110,7 +114,7 @@ def computed(cache: CacheManager, num_tokens: int, **options) -> Sequence:
 def test_pc2_hit_leaves_at_least_one_token_to_compute(length, hit):
     cache = make((32, None))
     cache.release(computed(cache, 16))
-    assert [len(blocks) for blocks in cache.find_prefix(sequence(length))] == [hit]
+    assert [len(blocks) for blocks in cache.find_prefix(sequence(length)).blocks] == [hit]
 
 
 def test_find_prefix_takes_nothing():
@@ -127,7 +131,7 @@ def test_hit_is_held_and_counted_as_computed():
     second = sequence(11)
     assert admit(cache, second)
     assert second.num_computed_tokens == 8
-    assert second.num_published_blocks == 2
+    assert second.num_published_tokens == 8
     assert second.block_tables[0][:2] == first.block_tables[0][:2]
     cache.check([first, second])
     assert free(cache) == [8 - 4]
@@ -136,16 +140,16 @@ def test_hit_is_held_and_counted_as_computed():
 def test_pc7_hits_stay_within_a_salt():
     cache = make((32, None))
     cache.release(computed(cache, 16, cache_salt="a"))
-    assert len(cache.find_prefix(sequence(16, cache_salt="a"))[0]) == 3
-    assert cache.find_prefix(sequence(16, cache_salt="b")) == [[]]
-    assert cache.find_prefix(sequence(16)) == [[]]
+    assert len(cache.find_prefix(sequence(16, cache_salt="a")).blocks[0]) == 3
+    assert cache.find_prefix(sequence(16, cache_salt="b")).blocks == [[]]
+    assert cache.find_prefix(sequence(16)).blocks == [[]]
 
 
 def test_sequence_may_decline_to_read_the_cache_and_still_fills_it():
     cache = make((32, None))
     cache.release(computed(cache, 16, reads_prefix_cache=False))
-    assert cache.find_prefix(sequence(16, reads_prefix_cache=False)) == [[]]
-    assert len(cache.find_prefix(sequence(16))[0]) == 3
+    assert cache.find_prefix(sequence(16, reads_prefix_cache=False)).blocks == [[]]
+    assert len(cache.find_prefix(sequence(16)).blocks[0]) == 3
 
 
 def test_without_prefix_caching_nothing_is_found_or_named():
@@ -153,28 +157,28 @@ def test_without_prefix_caching_nothing_is_found_or_named():
     seq = computed(cache, 16)
     assert seq.prefix == []
     cache.release(seq)
-    assert cache.find_prefix(sequence(16)) == [[]]
+    assert cache.find_prefix(sequence(16)).blocks == [[]]
 
 
 def test_forgotten_prefixes_are_not_found():
     cache = make((32, None), (32, 4))
     cache.release(computed(cache, 16))
     cache.forget_prefixes()
-    assert cache.find_prefix(sequence(16)) == [[], []]
+    assert cache.find_prefix(sequence(16)).blocks == [[], []]
 
 
 def test_hit_ends_at_the_first_block_that_a_full_group_lacks():
     cache = make((5, None))
     cache.release(computed(cache, 20))
     taken = cache.groups[0].pool.take(2)  # the least recently freed: the sequence's last two
-    assert [len(blocks) for blocks in cache.find_prefix(sequence(20))] == [3]
+    assert [len(blocks) for blocks in cache.find_prefix(sequence(20)).blocks] == [3]
     cache.groups[0].pool.give_back(taken)
 
 
 def test_pc6_window_group_serves_a_hit_with_the_blocks_that_are_still_seen():
     cache = make((8, None), (8, 4))
     cache.release(computed(cache, 17))
-    full, window = cache.find_prefix(sequence(17))
+    full, window = cache.find_prefix(sequence(17)).blocks
     assert len(full) == len(window) == 4
     assert PASSED not in full
     assert window[:3] == [PASSED] * 3, "the query at position 16 sees 13 to 16: block 3, and what it writes"
@@ -196,7 +200,7 @@ def test_pc6_hit_needs_the_visible_blocks_of_every_group():
     held = window_pool.take(0, [window_pool.find(names[2])])
     while window_pool.find(names[3]) is not None:
         held += window_pool.take(1)
-    full, window = cache.find_prefix(sequence(17))
+    full, window = cache.find_prefix(sequence(17)).blocks
     assert len(full) == len(window) == 3
     assert window == [PASSED, PASSED, held[0]]
     window_pool.give_back(held)
@@ -206,14 +210,14 @@ def test_pc6_no_hit_where_a_window_group_has_nothing_left():
     cache = make((8, None), (8, 4))
     cache.release(computed(cache, 17))
     cache.groups[1].pool.forget()
-    assert cache.find_prefix(sequence(17)) == [[], []]
+    assert cache.find_prefix(sequence(17)).blocks == [[], []]
 
 
 def test_pc6_no_hit_where_the_full_group_has_nothing_left():
     cache = make((8, None), (8, 4))
     cache.release(computed(cache, 17))
     cache.groups[0].pool.forget()
-    assert cache.find_prefix(sequence(17)) == [[], []]
+    assert cache.find_prefix(sequence(17)).blocks == [[], []]
 
 
 # --- all or nothing
@@ -270,7 +274,7 @@ def test_release_starts_a_sequence_over():
     seq = computed(cache, 10)
     seq.draft_token_ids = [1]
     cache.release(seq)
-    assert (seq.block_tables, seq.num_computed_tokens, seq.num_published_blocks) == ([], 0, 0)
+    assert (seq.block_tables, seq.num_computed_tokens, seq.num_published_tokens) == ([], 0, 0)
     assert seq.draft_token_ids == []
     assert len(seq.token_ids) == 10
     assert free(cache) == [8, 8]

@@ -11,7 +11,7 @@ import torch
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
-from rorqual.cache.spec import Paging
+from rorqual.cache.spec import Paging, Retention
 from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.decode_rows import DecodeRows
@@ -22,30 +22,39 @@ from rorqual.sequence import Chunk, Sequence
 
 CPU = torch.device("cpu")
 BLOCK, MOST = 4, 6
+GROUPS = [
+    (Paging(BLOCK), None),
+    (Paging(BLOCK), Retention(4)),
+    (Paging(8, 8), None),
+    (Paging(12, 6), None),
+    (Paging(BLOCK), Retention(6, 6)),
+]
+PAGING = [paging for paging, _ in GROUPS]
 
 
 def assert_same_batch(batch, chunks: list[Chunk]) -> None:
-    wanted = build_batch(chunks, [False] * len(chunks), paging=[Paging(BLOCK)] * 2, device=CPU).batch
+    wanted = build_batch(chunks, [False] * len(chunks), paging=PAGING, device=CPU).batch
     for name in ("input_ids", "positions", "cu_seqlens_q", "context_lens", "logits_indices"):
         found, want = getattr(batch, name), getattr(wanted, name)
         assert found.dtype == want.dtype, name
         assert found.tolist() == want.tolist(), name
     assert batch.query_lens == wanted.query_lens
     assert batch.context_lens_host == wanted.context_lens_host
-    for found, want in zip(batch.caches, wanted.caches, strict=True):
+    for found, want, (paging, retention) in zip(batch.caches, wanted.caches, GROUPS, strict=True):
         assert found.slot_mapping.tolist() == want.slot_mapping.tolist()
         for row, (seq, _, stop) in enumerate(chunks):
-            first = max(0, stop - 5) // BLOCK  # what the group with a window may have passed is any block
-            held = slice(first, -(-stop // BLOCK))
+            # What a group with a window may have passed is any block.
+            first = retention.first_kept(stop - 1) if retention else 0
+            held = slice(first // paging.block_tokens, paging.blocks_for(stop))
             assert found.block_tables[row, held].tolist() == want.block_tables[row, held].tolist(), seq.seq_id
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
     draw = random.Random(seed)
-    cache = CacheManager([GroupPool(BlockPool(64), None), GroupPool(BlockPool(64), 5)], block_size=BLOCK)
+    cache = CacheManager([GroupPool(BlockPool(64), *each) for each in GROUPS], block_size=BLOCK)
     scheduler = Scheduler(cache, max_num_batched_tokens=200, max_num_seqs=MOST)
-    buffer = DecodeBuffer(max_num_seqs=MOST, max_model_len=48, paging=[Paging(BLOCK)] * 2, device=CPU)
+    buffer = DecodeBuffer(max_num_seqs=MOST, max_model_len=48, paging=PAGING, device=CPU)
     for i in range(MOST):
         prompt = [draw.randrange(50) for _ in range(draw.randint(2, 9))]
         scheduler.add(Sequence(i, prompt, len(prompt), len(prompt) + draw.randint(2, 30), sampler_slot=10 + i))

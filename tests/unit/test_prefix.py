@@ -11,7 +11,7 @@ import pytest
 import rorqual.cache.prefix as prefix_module
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.prefix import PrefixIndex, chain_digest
-from tests.engine.test_kv_oracle import run_workload
+from tests.engine.test_kv_oracle import V4, Layer, run_workload
 
 BLOCK = 16
 
@@ -148,7 +148,7 @@ def test_pc4_no_false_hit_in_any_workload():
             max_num_batched_tokens=rng.randint(2, 9),
             max_num_seqs=rng.randint(1, 5),
             threshold=None,
-            windows=rng.choice([[None], [None, 3]]),
+            layers=rng.choice([[Layer()], [Layer(), Layer(window=3)], V4]),
             enable_prefix_caching=True,
             looks_ahead=seed % 2 == 0,
             seed=seed,

@@ -10,6 +10,7 @@ import pytest
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.cache.spec import Paging, Retention
 from rorqual.engine.scheduler import Scheduler
 from rorqual.sequence import Chunk, Sequence
 
@@ -21,7 +22,8 @@ class Run:
 
     def __init__(self, *, num_blocks: int = 64, caching: bool = True, window: int | None = None, **options) -> None:
         self.pool = BlockPool(num_blocks)
-        self.cache = CacheManager([GroupPool(self.pool, window)], block_size=BLOCK, enable_prefix_caching=caching)
+        group = GroupPool(self.pool, Paging(BLOCK), Retention(window - 1) if window else None)
+        self.cache = CacheManager([group], block_size=BLOCK, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.cache, **({"max_num_batched_tokens": 16, "max_num_seqs": 8} | options))
         self.seqs: list[Sequence] = []
         self.computed: Counter[Sequence] = Counter()
@@ -421,7 +423,7 @@ def test_a_started_step_counts_as_computed_and_its_token_as_unknown():
     second = run.scheduler.schedule()
     run.scheduler.depart(second)
     assert (seq.num_computed_tokens, seq.num_unknown_tokens, seq.num_pending_tokens) == (9, 1, 1)
-    assert seq.num_published_blocks == 2
+    assert seq.num_published_tokens == 2 * BLOCK
     third = run.scheduler.schedule()
     assert [(c.start, c.stop, c.samples) for c in (*first, *second, *third)] == [
         (0, 6, False),
@@ -441,7 +443,7 @@ def test_blocks_are_published_when_their_tokens_are_known():
     for count in (1, 2, 2, 2, 2, 3):
         chunks = run.scheduler.schedule()
         run.scheduler.depart(chunks)
-        assert seq.num_published_blocks == count, "its last token has been read, and its step is started"
+        assert seq.num_published_tokens == count * BLOCK, "its last token has been read, and its step is started"
         run.scheduler.learn([seq], [next(run._fresh)])
 
 

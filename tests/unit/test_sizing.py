@@ -9,14 +9,26 @@ from hypothesis import strategies as st
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
-from rorqual.cache.sizing import blocks_for_tokens, bytes_for_blocks, plan_blocks
-from rorqual.cache.spec import CacheGroup, KVSpec, group_caches
+from rorqual.cache.sizing import (
+    blocks_beside,
+    blocks_for_tokens,
+    bytes_for_blocks,
+    bytes_per_sequence,
+    bytes_per_token,
+    plan_blocks,
+)
+from rorqual.cache.spec import CacheGroup, KVSpec, Paging, Retention, RowPart, RowSpec, group_caches
 
 BLOCK = 4
 
 
 def group(num_layers: int = 1, window: int | None = None, num_kv_heads: int = 2, dtype=torch.float32) -> CacheGroup:
     return CacheGroup(KVSpec(num_kv_heads, 8, dtype, window), tuple(range(num_layers)))
+
+
+def rows(tokens_per_row: int, retention: Retention | None = None, *, num_layers: int = 1, width: int = 8) -> CacheGroup:
+    spec = RowSpec((RowPart(width, torch.float32), RowPart(4, torch.bfloat16)), tokens_per_row, retention)
+    return CacheGroup(spec, tuple(range(num_layers)))
 
 
 def plan(groups: list[CacheGroup], budget: int, **options) -> list[int]:
@@ -27,8 +39,8 @@ def size_of(groups: list[CacheGroup], num_blocks: list[int]) -> int:
     return bytes_for_blocks(groups, num_blocks, block_size=BLOCK)
 
 
-CAP = 3 * (2 + 1) + 4 + 1
-"""Blocks that three windows of eight tokens and a step of sixteen fill."""
+CAP = 2 * 3 * (2 + 1) + 4 + 1
+"""Blocks that twice three windows of eight tokens and a step of sixteen fill."""
 
 
 def test_bytes_of_a_block_are_those_of_its_keys_and_values():
@@ -44,6 +56,32 @@ def test_layers_are_grouped_by_what_they_keep():
         CacheGroup(window, (0, 2)),
         CacheGroup(full, (1, 3, 4)),
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_row", "paging"),
+    [(1, Paging(4)), (2, Paging(4, 2)), (4, Paging(4, 4)), (8, Paging(8, 8)), (6, Paging(12, 6))],
+)
+def test_blocks_hold_whole_rows(tokens_per_row, paging):
+    made = rows(tokens_per_row, num_layers=3)
+    assert made.paging(BLOCK) == paging
+    assert made.bytes_per_block(BLOCK) == 3 * paging.rows * (8 * 4 + 4 * 2)
+
+
+def test_memory_per_token_and_per_sequence():
+    """A row of 40 bytes per token and layer, one for 4 and one for 8 tokens, a window of 6, a state of 8."""
+    groups = [rows(1), rows(4, num_layers=2), rows(8), rows(1, Retention(5)), rows(1, Retention(4, 4), num_layers=3)]
+    assert bytes_per_token(groups) == 40 * (1 + 2 / 4 + 1 / 8)
+    assert bytes_per_sequence(groups, block_size=BLOCK) == 40 * BLOCK * (3 + 3 * 3)
+
+
+def test_groups_that_keep_all_hold_equal_numbers_of_tokens():
+    groups = [rows(1), rows(4), rows(8), rows(6), rows(1, Retention(5)), rows(8, Retention(16))]
+    # Blocks of 8 and 12 tokens: one more for each of three sequences. Windows of 6 and 17 tokens, each twice.
+    options = {"block_size": BLOCK, "max_num_seqs": 3, "max_chunk": 16}
+    assert blocks_beside(groups, 120, **options) == [120, 120, 60 + 3, 40 + 3, 2 * 3 * 3 + 5, 2 * 3 * 4 + 3]
+    assert blocks_beside(groups, 1, **options) == [1, 1, 1 + 3, 1 + 3, 1, 1 + 3]
+    assert blocks_beside(groups, 0, **options) == [0] * 6
 
 
 def test_one_group_fills_the_budget():
@@ -82,7 +120,15 @@ def test_windows_alone_are_not_capped():
 
 
 groups_of_a_model = st.lists(
-    st.builds(group, st.integers(1, 5), st.sampled_from([None, None, 3, 8, 100]), st.integers(1, 8)),
+    st.one_of(
+        st.builds(group, st.integers(1, 5), st.sampled_from([None, None, 3, 8, 100]), st.integers(1, 8)),
+        st.builds(
+            rows,
+            st.sampled_from([1, 2, 4, 8, 6]),
+            st.sampled_from([None, None, Retention(7), Retention(0, 8), Retention(4, 4), Retention(6, 6)]),
+            num_layers=st.integers(1, 3),
+        ),
+    ),
     min_size=1,
     max_size=4,
 )
@@ -93,13 +139,18 @@ groups_of_a_model = st.lists(
 def test_plan_fits_and_one_block_more_would_not(groups, budget, max_num_seqs):
     found = plan(groups, budget, max_num_seqs=max_num_seqs)
     assert size_of(groups, found) <= budget
-    windows = [g.spec.sliding_window for g in groups]
-    growing = [window is None or None not in windows for window in windows]
-    most = max(found)
-    more = [n + 1 if grows or n == most else n for n, grows in zip(found, growing, strict=True)]
-    uncapped = [n for n, grows in zip(found, growing, strict=True) if grows]
-    assert len(set(uncapped)) == 1
-    assert size_of(groups, more) > budget
+    options = {"block_size": BLOCK, "max_num_seqs": max_num_seqs, "max_chunk": 16}
+    kept = [g.spec.retention is None or all(g.spec.retention for g in groups) for g in groups]
+    tokens = {
+        (n - max_num_seqs * (n > 0 and g.paging(BLOCK).block_tokens > BLOCK)) * g.paging(BLOCK).block_tokens // 24
+        for g, n, keeps in zip(groups, found, kept, strict=True)
+        if keeps
+    }
+    assert max(tokens) - min(tokens) <= 1, "equal numbers of tokens, but for what ends within a block"
+    num_blocks = next(n for n in range(100_000) if blocks_beside(groups, n, **options) == found)
+    while blocks_beside(groups, num_blocks, **options) == found:
+        num_blocks += 1
+    assert size_of(groups, blocks_beside(groups, num_blocks, **options)) > budget
 
 
 @settings(max_examples=200, deadline=None)
@@ -109,7 +160,9 @@ def test_blocks_for_tokens_is_exactly_what_the_manager_asks_for(groups, num_toke
     num_tokens = max(num_tokens, 2)
 
     def why(num_blocks: list[int]) -> str | None:
-        pools = [GroupPool(BlockPool(n), g.spec.sliding_window) for n, g in zip(num_blocks, groups, strict=True)]
+        pools = [
+            GroupPool(BlockPool(n), g.paging(BLOCK), g.spec.retention) for n, g in zip(num_blocks, groups, strict=True)
+        ]
         return CacheManager(pools, block_size=BLOCK).why_never_fits(num_tokens, max_chunk=max_chunk)
 
     assert why(needed) is None
