@@ -104,6 +104,46 @@ _DEEPSEEK = _BASE | {
     "num_nextn_predict_layers": 0,
 }
 
+_V4 = {key: value for key, value in _BASE.items() if key != "intermediate_size"} | {
+    "max_position_embeddings": 1024,
+    "num_hidden_layers": 5,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "num_hash_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 128,
+    # Heads enough that no index score is exactly zero.
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "rope_theta": 1e4,
+    "compress_rope_theta": 1.6e5,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 256,
+    },
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_nextn_predict_layers": 0,
+}
+
 DEEPSEEK_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v3_noqlora": (
@@ -112,6 +152,22 @@ DEEPSEEK_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Heads enough that no index score is exactly zero.
     "deepseek_v32": ("deepseek_v32", _DEEPSEEK | {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}),
+    "deepseek_v4": ("deepseek_v4", _V4),
+    "deepseek_v4_window": (
+        "deepseek_v4",
+        _V4
+        | {
+            "compress_ratios": [128, 4, 0, 4],
+            "num_hidden_layers": 4,
+            "num_hash_layers": 1,
+            "sliding_window": 16,
+            "swiglu_limit": 0.5,
+            "o_groups": 4,
+            "index_topk": 8,
+            "hc_sinkhorn_iters": 3,
+            "rope_scaling": None,
+        },
+    ),
 }
 """Those that keep something else than keys and values; the suites over CONFIGS leave them to suites of their own."""
 

@@ -118,6 +118,7 @@ class ColumnParallelLinear(_Linear):
     """Each rank computes its share of the output features of one or several matrices that read the same input.
 
     `parts` maps the checkpoint's module names to their whole out_features; the output is their shares, side by side.
+    With a mesh of one rank they are whole. `out_dtype` as in `ReplicatedLinear`.
     """
 
     def __init__(
@@ -130,9 +131,18 @@ class ColumnParallelLinear(_Linear):
         dtype: torch.dtype,
         device: torch.device,
         quantization: LinearFormat | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         cut = [Part(name, size, mesh.shard(size, what=f"{name}'s out_features")) for name, size in parts.items()]
-        super().__init__(in_features, cut, bias=bias, dtype=dtype, device=device, quantization=quantization)
+        super().__init__(
+            in_features,
+            cut,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            out_dtype=out_dtype,
+        )
 
 
 class QKVParallelLinear(_Linear):
