@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rorqual.ops.decoder_blocks import Norm, Product
-from rorqual.ops.linear import prepare_weight
+from rorqual.ops.linear import linear, prepare_weight
 from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts, route_softmax, sparse_moe_block
 from rorqual.ops.native.library import usable_isas, using
 from rorqual.ops.registry import load_backends
@@ -69,15 +69,64 @@ def test_equals_its_single_kernels(isa, kind, num_tokens):
         assert torch.equal(fused_experts(x, experts, chosen), fused_experts.reference(x, experts, chosen))
 
 
+def wide(chosen: Routing) -> Routing:
+    """With weights that bfloat16 does not have."""
+    return Routing(chosen.expert_ids, chosen.weights.float() * 1.2345678)
+
+
 @ISAS
 @KINDS
-def test_a_token_gets_the_same_alone(isa, kind):
+def test_float32_weights_are_fused_with_the_sum(isa, kind):
     with using(isa):
-        x, experts, chosen = inputs(70), weights(kind), routing(70)
+        x, experts, chosen = inputs(40), weights(kind), wide(routing(40))
+        assert_native(x, experts, chosen)
+        want = fused_experts.reference(x, experts, chosen).float()
+        got = fused_experts(x, experts, chosen).float()
+        assert torch.equal(got, want) or (got - want).abs().max() < 2**-8 * want.abs().max()
+        rounded = fused_experts(x, experts, Routing(chosen.expert_ids, chosen.weights.bfloat16())).float()
+        exact = sum(chosen.weights[:, i, None].double() * each_answer(x, experts, chosen, i) for i in range(TOP_K))
+        assert (got - exact).abs().mean() < (rounded - exact).abs().mean() * 0.95
+
+
+def each_answer(x: torch.Tensor, experts: ExpertWeights, chosen: Routing, choice: int) -> torch.Tensor:
+    """What each token's expert of that choice answers."""
+    one = Routing(chosen.expert_ids[:, choice : choice + 1], torch.ones(len(x), 1, dtype=BF16))
+    return fused_experts.reference(x, experts, one).double()
+
+
+@ISAS
+@KINDS
+@pytest.mark.parametrize("limit", [0.5, 0.3])
+def test_the_limit_is_that_of_the_single_kernels(isa, kind, limit):
+    with using(isa):
+        x, experts, chosen = inputs(40), weights(kind), routing(40)
+        limited = ExpertWeights(experts.gate_up, experts.down, None, limit)
+        assert_native(x, limited, chosen)
+        got = fused_experts(x, limited, chosen)
+        assert torch.equal(got, fused_experts.reference(x, limited, chosen))
+        assert not torch.equal(got, fused_experts(x, experts, chosen))
+
+
+@ISAS
+@KINDS
+@pytest.mark.parametrize("with_weights", [lambda it: it, wide], ids=["bfloat16", "float32"])
+def test_a_token_gets_the_same_alone(isa, kind, with_weights):
+    with using(isa):
+        x, experts, chosen = inputs(70), weights(kind), with_weights(routing(70))
         together = fused_experts(x, experts, chosen)
         for i in range(70):
             alone = Routing(chosen.expert_ids[i : i + 1], chosen.weights[i : i + 1])
             assert torch.equal(fused_experts(x[i : i + 1], experts, alone)[0], together[i])
+
+
+@ISAS
+def test_router_logits_in_float32_do_not_depend_on_a_tokens_company(isa):
+    with using(isa):
+        x, weight = inputs(70), matrix("bfloat16", 32, HIDDEN, 5)
+        assert linear.explain(x, weight, out_dtype=torch.float32)["native"] == "ok"
+        together = linear(x, weight, out_dtype=torch.float32)
+        assert torch.equal(together, torch.cat([linear(row[None], weight, out_dtype=torch.float32) for row in x]))
+        assert torch.equal(together.bfloat16(), linear(x, weight))
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "stacked"])
@@ -157,7 +206,7 @@ def test_what_the_kernel_does_not_take():
     assert "needs bfloat16 on the CPU" in refusal(x=x.float())
     assert "needs rows of 128 values" in refusal(x=x[:, :64])
     assert "needs rows of 128 values, one for each token" in refusal(x=x[:3])
-    assert "bfloat16 weights, got" in refusal(chosen=Routing(chosen.expert_ids, chosen.weights.float()))
+    assert "or float32 weights, got" in refusal(chosen=Routing(chosen.expert_ids, chosen.weights.double()))
     with using(None):
         assert "switched off" in refusal()
 

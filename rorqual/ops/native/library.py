@@ -31,6 +31,7 @@ _ISAS: dict[str, set[str]] = {
 
 _SIGNATURES: dict[str, list[type]] = {
     "linear": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
+    "linear_float32": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int],
     "linear_quantized": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 5, *[c_int] * 3],
     "embedding": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 5, c_int, c_void_p, c_int],
     "pack_integers": [*[c_void_p, c_int64] * 3, *[c_int64] * 5, c_void_p, c_int],
@@ -39,12 +40,12 @@ _SIGNATURES: dict[str, list[type]] = {
     "split_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int],
     "round_to_e4m3": [c_void_p, c_int64, c_void_p, *[c_int64] * 3, c_int, c_int],
     "rms_norm": [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_float, c_int],
-    "silu_and_mul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int],
+    "silu_and_mul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_int],
     "rope": [*[c_void_p, c_void_p, *[c_int64] * 3] * 2, c_void_p, c_void_p, *[c_int64] * 5, c_int, c_int],
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
     "attention_block": [c_void_p, c_void_p, c_int64, *[c_void_p] * 4],
     "gated_mlp_block": [*[c_void_p] * 5, c_int64, c_int],
-    "fused_experts": [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int],
+    "fused_experts": [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int, *[c_int64] * 2, c_void_p, c_int],
     "sparse_moe_block": [*[c_void_p] * 5, c_int64, c_int],
     "route_softmax": [c_void_p, *[c_int64] * 4, c_int, *[c_void_p] * 2, c_int],
     "row_max": [c_void_p, *[c_int64] * 3, c_int, *[c_void_p] * 2, c_int],
@@ -84,6 +85,7 @@ class Kernels:
         self.isa = isa
         (
             self.linear,
+            self.linear_float32,
             self.linear_quantized,
             self.embedding,
             self.pack_integers,

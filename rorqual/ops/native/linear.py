@@ -115,8 +115,10 @@ def _refuse(
         return f"needs bfloat16 activations, got {x.format.name if isinstance(x, QTensor) else x.dtype}"
     if x.shape[-1] != in_features:
         return f"the weight takes {in_features} features, got {x.shape[-1]}"
-    if out_acc is not None or activation is not None or (out_dtype is not None and out_dtype is not _BF16):
-        return "makes new bfloat16 outputs of unquantised operands only"
+    if out_acc is not None or activation is not None:
+        return "makes new outputs of unquantised operands only"
+    if out_dtype not in (None, _BF16) and (out_dtype is not torch.float32 or isinstance(weight, PackedIntegers)):
+        return f"makes outputs in bfloat16, and with plain weights in float32, got {out_dtype}"
     if bias is not None and (bias.dtype is not _BF16 or bias.shape[0] != out_features):
         return f"needs a bfloat16 bias for {out_features} features, got {bias.dtype} {list(bias.shape)}"
     return missing()
@@ -151,6 +153,7 @@ def linear_native(
     if x.stride(1) != 1:
         x = x.contiguous()
     rows = x.shape[0]
-    out = torch.empty(rows, out_features, dtype=_BF16)
-    found.linear(operand, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
+    out = torch.empty(rows, out_features, dtype=out_dtype or _BF16)
+    kernel = found.linear_float32 if out_dtype is torch.float32 else found.linear
+    kernel(operand, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
     return out if len(outer) == 1 else out.view(*outer, out_features)

@@ -15,6 +15,7 @@ from rorqual.ops.native._integer_linear import PackedIntegers
 from rorqual.ops.native.decoder_blocks import refuse_norm, refuse_rows, stream
 from rorqual.ops.native.library import Operand, kernels, missing, threads_for
 from rorqual.ops.native.linear import laid_out
+from rorqual.ops.native.silu_and_mul import limit_in_bfloat16
 
 _BF16 = torch.bfloat16
 _INPUT_PLAIN, _INPUT_INTEGERS = 1, 2
@@ -26,6 +27,7 @@ class _Experts(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("gate_up", "down")),
         *((name, c_int64) for name in ("num_experts", "hidden_size", "inner_size", "gate_up_inputs", "down_inputs")),
+        ("limit", c_float),
     )
 
 
@@ -68,8 +70,6 @@ def _shape(weight: Weight) -> tuple[int, int]:
 def _plan_experts(experts: ExpertWeights) -> _Plan:
     if experts.activation is not None:
         return _Plan(f"does not quantise its inputs to {experts.activation.name}")
-    if experts.swiglu_limit is not None:
-        return _Plan("knows no limit of silu_and_mul")
     operands: list[Operand] = []
     for weight in (*experts.gate_up, *experts.down):
         operand = laid_out(weight)
@@ -89,6 +89,7 @@ def _plan_experts(experts: ExpertWeights) -> _Plan:
         inner_size=operands[-1].in_features,
         gate_up_inputs=_inputs(experts.gate_up),
         down_inputs=_inputs(experts.down),
+        limit=limit_in_bfloat16(experts.swiglu_limit),
     )
     return _Plan(None, operands[0].in_features, ctypes.addressof(structure), (structure, table))
 
@@ -165,14 +166,16 @@ def _refuse(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> str | 
         return f"needs rows of {plan.hidden_size} values, one for each token that is routed, got {list(x.shape)}"
     if x.dtype is not _BF16 or not x.is_cpu:
         return f"needs bfloat16 on the CPU, got {x.dtype} on {x.device.type}"
-    if routing.expert_ids.dtype is not torch.int64 or routing.weights.dtype is not _BF16:
-        return f"needs int64 ids and bfloat16 weights, got {routing.expert_ids.dtype} and {routing.weights.dtype}"
+    if routing.expert_ids.dtype is not torch.int64 or routing.weights.dtype not in (_BF16, torch.float32):
+        got = f"{routing.expert_ids.dtype} and {routing.weights.dtype}"
+        return f"needs int64 ids and bfloat16 or float32 weights, got {got}"
     return None
 
 
 @fused_experts.impl("native", refuse=_refuse)
 def fused_experts_native(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-    """See the reference; equal to the single kernels to the bit."""
+    """See the reference; equal to the single kernels to the bit, but for products with float32 weights, whose sums are
+    fused with them."""
     found = kernels()
     assert found is not None
     if x.stride(1) != 1:
@@ -185,6 +188,7 @@ def fused_experts_native(x: torch.Tensor, experts: ExpertWeights, routing: Routi
         x.stride(0),
         expert_ids.data_ptr(),
         weights.data_ptr(),
+        weights.dtype is torch.float32,
         *expert_ids.shape,
         out.data_ptr(),
         torch.get_num_threads(),

@@ -32,8 +32,9 @@ def _silu_and_mul_kernel(
     gate = tl.load(at, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
     up = tl.load(at + size, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if LIMITED:
-        gate = tl.where(gate > limit, limit, gate)  # so that NaN stays
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        most = round_to(limit + tl.zeros_like(gate), gate_up.dtype.element_ty).to(tl.float32)
+        gate = tl.where(gate > most, most, gate)  # so that NaN stays
+        up = tl.where(up > most, most, tl.where(up < -most, -most, up))
     # Rounded twice, as the reference does.
     activated = round_to(gate / (1.0 + tl.exp(-gate)), gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + far * size + column[None, :], round_to(activated * up, gate_up.dtype.element_ty), mask=here)

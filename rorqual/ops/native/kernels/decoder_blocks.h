@@ -226,16 +226,17 @@ typedef struct {
     } *phases;
 } gated_mlp_run_t;
 
-// silu(gate) times up, and the integers of the result where the weight wants them: in pieces of 32 columns of one row,
-// so that threads share a single row too. gate_up [in->rows][2 * size]; in->x is written, and may be where the gate is.
-static void activate_part(const bf16 *gate_up, int64_t size, const input_t *in, int64_t part, int64_t parts) {
+// silu(gate) times up, within a limit, and the integers of the result where the weight wants them: in pieces of 32
+// columns of one row, so that threads share a single row too. gate_up [in->rows][2 * size]; in->x is written, and may
+// be where the gate is.
+static void activate_part(const bf16 *gate_up, int64_t size, float limit, const input_t *in, int64_t part,
+                          int64_t parts) {
     const int64_t pieces = size / 32, all = in->rows * pieces;
     for (int64_t i = all * part / parts; i < all * (part + 1) / parts; i++) {
         const int64_t row = i / pieces, column = i % pieces * 32;
         const bf16 *gate = gate_up + row * 2 * size + column, *up = gate + size;
         bf16 *out = (bf16 *)in->x + row * in->stride + column;
-        for (int j = 0; j < 32; j += 16)
-            store_bf16(out + j, through_bf16(silu(load_bf16(gate + j))) * load_bf16(up + j));
+        for (int j = 0; j < 32; j += 16) store_bf16(out + j, gated(load_bf16(gate + j), load_bf16(up + j), limit));
         if (in->q)
             quantise_group(out, (int8_t *)in->q + 32 * i, (float *)in->scales + i, (float *)in->sums + i,
                            (int32_t *)in->int_sums + 2 * i);
@@ -247,7 +248,7 @@ static void gated_mlp_block_region(const void *arg) {
     const operand_t *down = a->block->down;
     norm_and_multiply(&a->gate_up, &a->phases->norm, &a->phases->gate_up, a->parts);
     EACH_PART (&a->phases->activate, a->parts) {
-        activate_part(a->gate_up.out, a->gate_up.out_features / 2, &a->activated, part, a->parts);
+        activate_part(a->gate_up.out, a->gate_up.out_features / 2, __builtin_inff(), &a->activated, part, a->parts);
     }
     EACH_PART (&a->phases->down, a->parts) {
         multiply_part(down, &a->activated, a->out, all_out_features(down), part, a->parts);

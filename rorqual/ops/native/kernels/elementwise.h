@@ -62,6 +62,7 @@ typedef struct {
     const bf16 *gate_up;
     bf16 *out;
     int64_t rows, size, stride;
+    float limit;
 } silu_and_mul_t;
 
 INLINE f32x16 silu(f32x16 x) {
@@ -71,6 +72,15 @@ INLINE f32x16 silu(f32x16 x) {
     return x * blend(negative, e, splat(1.0f)) / (1.0f + e);
 }
 
+// silu(gate), rounded, times up: gate is at most the limit first, and up within plus and minus that. It may be
+// infinity.
+INLINE f32x16 gated(f32x16 gate, f32x16 up, float limit) {
+    const f32x16 most = splat(limit), least = splat(-limit);
+    gate = blend(gate > most, most, gate);  // NaN stays
+    up = blend(up > most, most, blend(up < least, least, up));
+    return through_bf16(silu(gate)) * up;
+}
+
 static void silu_and_mul_rows(const void *arg, int thread, int num_threads) {
     const silu_and_mul_t *a = arg;
     const int64_t whole = a->size / 16 * 16, rest = a->size - whole;
@@ -78,15 +88,15 @@ static void silu_and_mul_rows(const void *arg, int thread, int num_threads) {
         const bf16 *gate = a->gate_up + row * a->stride, *up = gate + a->size;
         bf16 *out = a->out + row * a->size;
         for (int64_t i = 0; i < whole; i += 16)
-            store_bf16(out + i, through_bf16(silu(load_bf16(gate + i))) * load_bf16(up + i));
+            store_bf16(out + i, gated(load_bf16(gate + i), load_bf16(up + i), a->limit));
         if (rest)
-            store_some(out + whole, through_bf16(silu(load_some(gate + whole, rest))) * load_some(up + whole, rest),
-                       rest);
+            store_some(out + whole, gated(load_some(gate + whole, rest), load_some(up + whole, rest), a->limit), rest);
     }
 }
 
-void ISA(silu_and_mul)(const bf16 *gate_up, int64_t stride, bf16 *out, int64_t rows, int64_t size, int threads) {
-    const silu_and_mul_t a = {gate_up, out, rows, size, stride};
+void ISA(silu_and_mul)(const bf16 *gate_up, int64_t stride, bf16 *out, int64_t rows, int64_t size, float limit,
+                       int threads) {
+    const silu_and_mul_t a = {gate_up, out, rows, size, stride, limit};
     rorqual_parallel(silu_and_mul_rows, &a, threads);
 }
 

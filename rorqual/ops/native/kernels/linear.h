@@ -1,4 +1,5 @@
-// out[m, n] = sum_k x[m, k] w[n, k] + bias[n] in bfloat16, accumulated in float32 in the same order whatever m is.
+// out[m, n] = sum_k x[m, k] w[n, k] + bias[n] in bfloat16 or float32, accumulated in float32 in the same order whatever
+// m is.
 //
 // The weight is laid out as [n / 16][k / 2][16][2]: 64 bytes hold two neighbouring k of sixteen n, which is what a
 // bfloat16 dot-product instruction wants in a register and, sixteen such rows long, what AMX wants in a tile.
@@ -11,12 +12,15 @@ typedef struct {
     bf16 *out;
     int64_t out_stride;
     int64_t rows, out_features, in_features;
+    int wide;  // out is float32
 } linear_t;
 
 // A block's share of the answer, [16 columns] of row m, from its float32 sums.
 INLINE void finish_row(const linear_t *a, int64_t m, int64_t block, f32x16 sum) {
     if (a->bias) sum += load_bf16(a->bias + 16 * block);
-    store_bf16(a->out + m * a->out_stride + 16 * block, sum);
+    const int64_t at = m * a->out_stride + 16 * block;
+    if (a->wide) store((float *)a->out + at, sum);
+    else store_bf16(a->out + at, sum);
 }
 
 #ifdef USE_AMX
@@ -25,6 +29,11 @@ INLINE void finish_row(const linear_t *a, int64_t m, int64_t block, f32x16 sum) 
 
 // Two blocks at once: a whole cache line, which would otherwise be fetched twice, rows being far apart.
 INLINE void finish_pair(const linear_t *a, int64_t m, int64_t block, f32x16 first, f32x16 second) {
+    if (a->wide) {
+        finish_row(a, m, block, first);
+        finish_row(a, m, block + 1, second);
+        return;
+    }
     if (a->bias) {
         first += load_bf16(a->bias + 16 * block);
         second += load_bf16(a->bias + 16 * block + 16);

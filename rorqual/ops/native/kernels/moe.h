@@ -70,6 +70,7 @@ typedef struct {
     const operand_t *const *gate_up, *const *down;  // of each expert
     int64_t num_experts, hidden_size, inner_size;
     int64_t gate_up_inputs, down_inputs;
+    float limit;  // of silu_and_mul; perhaps infinity
 } experts_t;
 
 typedef struct {
@@ -83,8 +84,9 @@ typedef struct {
 typedef struct {
     const experts_t *experts;
     const int64_t *expert_ids;
-    const bf16 *weights;  // both [tokens][top_k]
-    bf16 *out;            // [tokens][hidden_size]
+    const void *weights;  // both [tokens][top_k], these in bfloat16 or float32
+    int wide_weights;
+    bf16 *out;  // [tokens][hidden_size]
     int64_t tokens, top_k;
     input_t tokens_input, gathered, activated;
     bf16 *rows;               // [tokens * top_k][hidden_size]: inputs, and then answers
@@ -161,6 +163,10 @@ static void multiply_experts(const experts_run_t *a, const operand_t *const *wei
     }
 }
 
+INLINE float share_of(const experts_run_t *a, int64_t choice) {
+    return a->wide_weights ? ((const float *)a->weights)[choice] : widen(((const bf16 *)a->weights)[choice]);
+}
+
 // Each token's answers by their weights, in pieces of sixteen columns. Products of two bfloat16 are exact.
 static void add_answers(const experts_run_t *a, int64_t part) {
     const int64_t size = a->experts->hidden_size, pieces = size / 16, all = a->tokens * pieces;
@@ -168,7 +174,7 @@ static void add_answers(const experts_run_t *a, int64_t part) {
         const int64_t token = i / pieces, column = i % pieces * 16;
         f32x16 sum = {0};
         for (int64_t choice = token * a->top_k; choice < (token + 1) * a->top_k; choice++)
-            sum += load_bf16(a->rows + a->place[choice] * size + column) * widen(a->weights[choice]);
+            sum += load_bf16(a->rows + a->place[choice] * size + column) * share_of(a, choice);
         store_bf16(a->out + token * size + column, sum);
     }
 }
@@ -193,7 +199,7 @@ static void experts_region(const void *arg) {
         multiply_experts(a, e->gate_up, &a->gathered, a->gate_up, e->hidden_size, 2 * e->inner_size, part);
     }
     EACH_PART (&a->phases->activate, a->parts) {
-        activate_part(a->gate_up, e->inner_size, &a->activated, part, a->parts);
+        activate_part(a->gate_up, e->inner_size, e->limit, &a->activated, part, a->parts);
     }
     EACH_PART (&a->phases->down, a->parts) {
         multiply_experts(a, e->down, &a->activated, a->rows, e->inner_size, e->hidden_size, part);
@@ -216,11 +222,13 @@ static int64_t experts_bytes(const experts_t *e, int64_t tokens, int64_t top_k) 
 }
 
 static experts_run_t take_experts(const experts_t *e, const bf16 *x, int64_t x_stride, const int64_t *expert_ids,
-                                  const bf16 *weights, int64_t tokens, int64_t top_k, bf16 *out, room_t *room) {
+                                  const void *weights, int wide_weights, int64_t tokens, int64_t top_k, bf16 *out,
+                                  room_t *room) {
     const int64_t rows = tokens * top_k, size = e->hidden_size, inner = e->inner_size;
     const int integers = (e->gate_up_inputs & INPUT_INTEGERS) != 0;
     const int inner_integers = (e->down_inputs & INPUT_INTEGERS) != 0;
-    experts_run_t a = {.experts = e, .weights = weights, .expert_ids = expert_ids, .out = out};
+    experts_run_t a = {
+        .experts = e, .weights = weights, .wide_weights = wide_weights, .expert_ids = expert_ids, .out = out};
     a.tokens = tokens;
     a.top_k = top_k;
     a.rows = take(room, 2 * rows * size);
@@ -240,7 +248,8 @@ static experts_run_t take_experts(const experts_t *e, const bf16 *x, int64_t x_s
 
 // Returns 0, 1 where there is no memory, or 2 where a token chose an expert that is not there.
 int ISA(fused_experts)(const experts_t *experts, const bf16 *x, int64_t x_stride, const int64_t *expert_ids,
-                       const bf16 *weights, int64_t tokens, int64_t top_k, bf16 *out, int threads) {
+                       const void *weights, int wide_weights, int64_t tokens, int64_t top_k, bf16 *out, int threads) {
+    const int64_t weight_bytes = wide_weights ? sizeof(float) : sizeof(bf16);
     for (int64_t i = 0; i < tokens * top_k; i++)
         if (expert_ids[i] < 0 || expert_ids[i] >= experts->num_experts) return 2;
     room_t room = make_room(experts_bytes(experts, min64(tokens, MOST_TOKENS), top_k));
@@ -249,7 +258,8 @@ int ISA(fused_experts)(const experts_t *experts, const bf16 *x, int64_t x_stride
         room_t rest = room;
         experts_phases_t phases = {{0, 0}};
         experts_run_t a =
-            take_experts(experts, x + first * x_stride, x_stride, expert_ids + first * top_k, weights + first * top_k,
+            take_experts(experts, x + first * x_stride, x_stride, expert_ids + first * top_k,
+                         (const char *)weights + first * top_k * weight_bytes, wide_weights,
                          min64(MOST_TOKENS, tokens - first), top_k, out + first * experts->hidden_size, &rest);
         a.phases = &phases;
         a.parts = parts_for(threads);
@@ -308,7 +318,7 @@ int ISA(sparse_moe_block)(const sparse_moe_block_t *block, const bf16 *hidden, c
             (route_t){a.router.out, rows, e->num_experts, router_size, top_k, block->renormalize, expert_ids, weights};
         experts_phases_t phases = {{0, 0}};
         experts_run_t experts =
-            take_experts(e, a.router.normed.x, size, expert_ids, weights, rows, top_k, out + at, &rest);
+            take_experts(e, a.router.normed.x, size, expert_ids, weights, 0, rows, top_k, out + at, &rest);
         experts.phases = &phases;
         experts.parts = parts_for(threads);
         a.experts = &experts;

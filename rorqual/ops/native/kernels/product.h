@@ -133,3 +133,26 @@ void ISA(linear)(const operand_t *weight, const bf16 *x, int64_t x_stride, int64
     };
     rorqual_region(product_region, &a, threads);
 }
+
+static void wide_share(const void *arg, int part, int parts) {
+    const linear_t *a = arg;
+    const int64_t blocks = a->out_features / 16;
+    linear_blocks(a, blocks * part / parts, blocks * (part + 1) / parts);
+}
+
+// out [rows][out_features] in float32, by a weight of kind OPERAND_BF16.
+void ISA(linear_float32)(const operand_t *weight, const bf16 *x, int64_t x_stride, int64_t rows, float *out,
+                         int threads) {
+    if (rows == 0) return;
+    const linear_t a = {.x = x,
+                        .x_stride = x_stride,
+                        .weight = weight->data,
+                        .bias = weight->bias,
+                        .out = (bf16 *)out,
+                        .out_stride = weight->out_features,
+                        .rows = rows,
+                        .out_features = weight->out_features,
+                        .in_features = weight->in_features,
+                        .wide = 1};
+    rorqual_parallel(wide_share, &a, threads);
+}
