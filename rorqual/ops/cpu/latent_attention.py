@@ -28,7 +28,7 @@ def latent_attention_cpu(
         seen = attend(absorbed.transpose(0, 1), [source], batch, some, scale=scale, value_dim=rank, sinks=None)
         out[some] = torch.bmm(seen.transpose(0, 1), up.value.transpose(1, 2)).transpose(0, 1)
     for seq, part in prompts(batch):
-        seen_rows = seen_by(source, seq, part)
+        seen_rows = seen_by(source, seq, part, batch)
         hidden = hidden_of([seen_rows], part.stop - part.start)
         rows = read_rows(source.cache, seen_rows.slots).to(query.dtype)
         latents = rows[:, :rank].expand(len(up.key), -1, -1)

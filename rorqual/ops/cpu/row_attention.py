@@ -48,7 +48,7 @@ def row_attention_cpu(
     for some in answers(batch, sources, query.shape[2]):
         out[some] = attend(query[some], sources, batch, some, scale=scale, value_dim=value_dim, sinks=sinks)
     for seq, part in prompts(batch):
-        seen = [seen_by(source, seq, part) for source in sources]
+        seen = [seen_by(source, seq, part, batch) for source in sources]
         rows = torch.cat([read_rows(source.cache, of.slots) for source, of in zip(sources, seen, strict=True)])
         hidden = hidden_of(seen, part.stop - part.start)
         for some in blocks(part, query.shape[1] * len(rows)):
@@ -70,19 +70,25 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
-def answers(batch: Batch, sources: Sequence[RowSource], width: int) -> Iterator[slice]:
+def answers(batch: Batch, sources: Sequence[RowSource], width: int) -> list[slice]:
     """The tokens in front of the prompts, some after others, so that what is gathered for them stays small."""
-    count = batch.num_single_token_seqs
-    most = 0
-    for _, which in sources if count else ():
-        if isinstance(which, RowRange):
+    ranges = [which for _, which in sources if isinstance(which, RowRange)]
+    listed = sum(which.slots.shape[1] for _, which in sources if not isinstance(which, RowRange))
+
+    def make() -> tuple[list[RowRange], list[slice]]:
+        count, most = batch.num_single_token_seqs, listed
+        for which in ranges if count else ():
             stop = which.stop[:count]
             most += int((stop if which.first is None else stop - which.first[:count]).max())
-        else:
-            most += which.slots.shape[1]
-    step = max(1, _GATHERED_AT_ONCE // max(1, most * width))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+        step = max(1, _GATHERED_AT_ONCE // max(1, most * width))
+        return ranges, [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+    # With the ranges beside it, so that the numbers of their tensors stay theirs.
+    return batch.once(("answers", *map(_name, ranges), listed, width), make)[1]
+
+
+def _name(which: RowRange) -> tuple[int, int, int]:
+    return id(which.block_tables), id(which.first), id(which.stop)
 
 
 def prompts(batch: Batch) -> Iterator[tuple[int, slice]]:
@@ -101,24 +107,29 @@ def blocks(part: slice, scores_per_token: int) -> Iterator[slice]:
         yield slice(start, min(start + step, part.stop))
 
 
-def seen_by(source: RowSource, seq: int, part: slice) -> Seen:
+def seen_by(source: RowSource, seq: int, part: slice, batch: Batch) -> Seen:
     """What the tokens of one sequence see of a source: each row once, whatever number of them sees it."""
     cache, which = source
     if isinstance(which, RowRange):
-        stop = which.stop[part]
-        first = torch.zeros_like(stop) if which.first is None else which.first[part]
-        seen = stop > first
-        low, high = (int(first[seen].min()), int(stop.max())) if bool(seen.any()) else (0, 0)
-        at = torch.arange(low, high)
-        slots = which.block_tables[seq, at // cache.rows_per_block].long() * cache.rows_per_block
-        slots += at % cache.rows_per_block
-        hidden = (at >= stop[:, None]) | (at < first[:, None])
-        return Seen(slots, hidden if bool(hidden.any()) else None)
+        size = cache.rows_per_block
+        name = ("seen_by", *_name(which), size, seq)
+        return batch.once(name, lambda: (which, _seen_in_range(which, seq, part, size)))[1]
     listed = which.slots[part]
-    slots, place = listed.unique(return_inverse=True)
+    slots, place = torch.unique(listed, return_inverse=True)
     hidden = torch.ones(len(listed), len(slots), dtype=torch.bool).scatter_(1, place, False)
     none = int((slots < 0).sum())
     return Seen(slots[none:].long(), hidden[:, none:])
+
+
+def _seen_in_range(which: RowRange, seq: int, part: slice, rows_per_block: int) -> Seen:
+    stop = which.stop[part]
+    first = torch.zeros_like(stop) if which.first is None else which.first[part]
+    seen = stop > first
+    low, high = (int(first[seen].min()), int(stop.max())) if bool(seen.any()) else (0, 0)
+    at = torch.arange(low, high)
+    slots = which.block_tables[seq, at // rows_per_block].long() * rows_per_block + at % rows_per_block
+    hidden = (at >= stop[:, None]) | (at < first[:, None])
+    return Seen(slots, hidden if bool(hidden.any()) else None)
 
 
 def hidden_of(seen: Sequence[Seen], num_tokens: int) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ def select_rows_cpu(
     for some in answers(batch, [RowSource(keys, rows)], query.shape[2] + query.shape[1]):
         choose(query, weights, keys, rows, batch, some, made)
     for seq, part in prompts(batch):
-        slots, hidden = seen_by(RowSource(keys, rows), seq, part)
+        slots, hidden = seen_by(RowSource(keys, rows), seq, part, batch)
         if not len(slots):
             continue
         found = read_rows(keys, slots)
