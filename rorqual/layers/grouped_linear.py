@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,11 +47,11 @@ class GroupedLinear(StackedWeight):
         self._options: dict[str, Any] = {}
         if quantization is not None and quantization.activation is not None:
             self._options["activation"] = quantization.activation
-        self._groups: tuple[Weight, ...] = ()
+        self._groups: tuple[Weight, ...] | torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, groups of this rank, in_features] -> [num_tokens, groups of this rank, out_features]."""
-        return grouped_linear(x, self._groups or self._cut(), **self._options)
+        return grouped_linear(x, self._cut() if self._groups is None else self._groups, **self._options)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The weight with its scales."""
@@ -59,19 +60,23 @@ class GroupedLinear(StackedWeight):
     def _cut(self) -> tuple[Weight, ...]:
         """The weight of each group, as it was loaded."""
         whole = self._loaded()
-        edges = range(0, self.num_rows + 1, self.out_features)
-        rows = [slice(start, start + self.out_features) for start in edges[:-1]]
+        rows = [slice(start, start + self.out_features) for start in range(0, self.num_rows, self.out_features)]
         if isinstance(whole, torch.Tensor):
             return tuple(whole[some] for some in rows)
         return tuple(whole.slice_rows(some) for some in rows)
 
     def prepare(self) -> None:
-        """Lay each group's weight out for the kernel; the whole one is let go."""
-        self._groups = tuple(prepare_weight(weight) for weight in self._cut())
+        """Lay each group's weight out for the kernel, and let the whole one go where they are others."""
+        loaded = self._cut()
+        prepared = tuple(prepare_weight(weight) for weight in loaded)
         if self.integers:
             self._kept = [None]
+        elif self.format is None and all(map(operator.is_, prepared, loaded)):
+            self._groups = self.weight.data.view(self.num_groups, self.out_features, self.in_features)
             return
-        nothing = torch.empty(0, device=self.weight.device)
-        self.weight = nn.Parameter(nothing.to(self.weight.dtype), requires_grad=False)
-        if self.format is not None:
-            self.weight_scale_inv = nn.Parameter(nothing.to(self.weight_scale_inv.dtype), requires_grad=False)
+        else:
+            nothing = torch.empty(0, device=self.weight.device)
+            self.weight = nn.Parameter(nothing.to(self.weight.dtype), requires_grad=False)
+            if self.format is not None:
+                self.weight_scale_inv = nn.Parameter(nothing.to(self.weight_scale_inv.dtype), requires_grad=False)
+        self._groups = prepared
