@@ -78,8 +78,15 @@ class EngineConfig(StrictModel):
     an unquantised checkpoint at load; _weight_only leaves the inputs of products alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. auto: cuda if there is a usable one, else cpu."""
+    activation_quantization: Literal["auto", "none"] = "auto"
+    """Inputs of products with quantised weights. auto: rounded as the checkpoint's activation_scheme says, or to
+    integers beside integer weights; none: left as they are."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
-    """Dtype of the KV cache. auto: the dtype of the activations; fp8 (or fp8_e4m3): a byte per value, no scales."""
+    """Dtype of the KV cache. auto: the dtype of the activations; fp8 (or fp8_e4m3): a byte per value, no scales, or
+    DeepSeek-V4's records of FP8 and bfloat16."""
+    index_cache_dtype: Literal["auto", "fp8", "fp4"] = "auto"
+    """What an indexer keeps its keys in (DeepSeek-V3.2 and V4). auto: plain numbers, as the KV cache's; fp8 and fp4:
+    behind a Hadamard transform, with scales, and its queries are rounded alike."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Ranks that share every layer."""
     max_model_len: TokenCount | None = None

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 def measured_limits(resolved: ResolvedConfig) -> Limits:
     """What an engine's device reaches in a plain copy and a plain product, measured now."""
     from rorqual.engine.device_timing import measure_limits
+    from rorqual.loader.integer_quantization import IntegerQuantization
 
-    dynamic = resolved.quantization is not None and resolved.quantization.dynamic
+    held = resolved.quantization
+    dynamic = isinstance(held, IntegerQuantization) and held.dynamic
     return measure_limits(resolved.device, resolved.dtype, integer_products=dynamic)
 
 

@@ -82,6 +82,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_memory",
         "num_kv_blocks",
         "kv_cache_dtype",
+        "index_cache_dtype",
         "gpu_memory_utilization",
     ),
 }

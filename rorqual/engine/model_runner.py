@@ -16,7 +16,6 @@ from tqdm import tqdm
 from rorqual.batch import Batch, CacheView
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
-from rorqual.distributed.mesh import Mesh
 from rorqual.engine.cuda_graphs import Decoded, DecodeGraphs, graph_sizes
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.memory import (
@@ -35,7 +34,6 @@ from rorqual.engine.memory import (
 from rorqual.engine.prompt_graphs import PromptGraphs, prompt_sizes
 from rorqual.engine.resolved_config import resolve
 from rorqual.engine.sampler import Sampler, draw_tokens
-from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.staging import MOST_READERS, Staging
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
@@ -82,14 +80,7 @@ class ModelRunner:
         else:
             self._readings.append(self._memory.read())
             check_weights_fit(self._readings[0], resolved.weight_bytes, config.gpu_memory_utilization)
-        place = Placement(
-            Mesh.single(),
-            resolved.dtype,
-            resolved.device,
-            resolved.kv_cache_dtype,
-            self.resolved.max_model_len,
-            quantization=resolved.quantization,
-        )
+        place = resolved.placement(resolved.device, self.resolved.max_model_len)
         with told_when_full("loading the weights", self._memory):
             self.model = build_model(hf_config, place)
             self._load(config, checkpoint, progress=progress)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,8 +18,9 @@ from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.layers.stacked_weight import StackedWeight
-from rorqual.loader.integer_quantization import IntegerQuantization, choose_integers
+from rorqual.loader.integer_quantization import choose_integers
 from rorqual.loader.layer import Layer
+from rorqual.loader.quantization_config import Quantization, read_weight_quantization
 from rorqual.loader.weights import wanted_tensors
 from rorqual.models.registry import build_model, read_model_config
 from rorqual.platform import native_bfloat16, pick_device
@@ -33,11 +35,12 @@ class ResolvedConfig:
 
     device: torch.device
     dtype: torch.dtype
-    quantization: IntegerQuantization | None
-    """What is kept as integers; None if nothing is."""
+    quantization: Quantization | None
+    """What the layers hold, where that is not what config.json says."""
     weight_formats: tuple[str, ...]
     """Number formats of the matrices, the one with the most values first: names of dtypes and quantised formats."""
     kv_cache_dtype: torch.dtype
+    index_cache_format: Literal["plain", "fp8", "fp4"]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -52,6 +55,18 @@ class ResolvedConfig:
     """Values that loading fills."""
     weight_bytes: int
     """Memory of all weights once they are laid out."""
+
+    def placement(self, device: torch.device, max_model_len: int) -> Placement:
+        """How to build the model there."""
+        return Placement(
+            Mesh.single(),
+            self.dtype,
+            device,
+            self.kv_cache_dtype,
+            max_model_len,
+            quantization=self.quantization,
+            index_cache_format=self.index_cache_format,
+        )
 
     @property
     def paging(self) -> tuple[Paging, ...]:
@@ -83,8 +98,11 @@ def resolve(
     Raises ValueError for what does not go together.
     """
     device = pick_device(config.device)
-    quantization = choose_integers(config.quantization, hf_config, stored or {}, dtype=config.dtype, device=device.type)
-    dtype = _pick_dtype(config.dtype, device, integers=quantization is not None)
+    integers = choose_integers(config.quantization, hf_config, stored or {}, dtype=config.dtype, device=device.type)
+    dtype = _pick_dtype(config.dtype, device, integers=integers is not None)
+    quantization: Quantization | None = integers
+    if config.activation_quantization == "none":
+        quantization = _weights_alone(hf_config) if integers is None else dataclasses.replace(integers, dynamic=False)
     kv_dtype = _pick_kv_dtype(config.kv_cache_dtype, dtype)
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         1024 if device.type == "cpu" else 8192, config.max_num_seqs or 0
@@ -94,9 +112,27 @@ def resolve(
     max_model_len = config.max_model_len or trained_len
     if max_model_len > trained_len:
         _log.warning("max_model_len %d is more than the %d tokens the model was made for", max_model_len, trained_len)
-    place = Placement(Mesh.single(), dtype, torch.device("meta"), kv_dtype, 1, quantization=quantization)
+    index_format: Literal["plain", "fp8", "fp4"] = (
+        "plain" if config.index_cache_dtype == "auto" else config.index_cache_dtype
+    )
+    place = Placement(
+        Mesh.single(),
+        dtype,
+        torch.device("meta"),
+        kv_dtype,
+        1,
+        quantization=quantization,
+        index_cache_format=index_format,
+    )
     sketch = build_model(hf_config, place)
     assert isinstance(sketch, torch.nn.Module)
+    if index_format != "plain":
+        plain = build_model(hf_config, dataclasses.replace(place, index_cache_format="plain"))
+        if list(plain.kv_specs) == list(sketch.kv_specs):
+            raise ValueError(
+                f"index_cache_dtype {index_format!r} is for models with an indexer, and model_type "
+                f"{hf_config['model_type']!r} has none: leave it at 'auto'"
+            )
     # A tied head takes no weights of its own from the checkpoint, but may be laid out anew for its product.
     loaded = [tensor.shape for tensor in wanted_tensors(sketch).values()]
     weight_bytes = sum(p.numel() * p.element_size() for p in sketch.parameters())
@@ -108,6 +144,7 @@ def resolve(
         quantization=quantization,
         weight_formats=_weight_formats(sketch),
         kv_cache_dtype=kv_dtype,
+        index_cache_format=index_format,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -120,6 +157,15 @@ def resolve(
         num_parameters=sum(math.prod(shape) for shape in loaded),
         weight_bytes=weight_bytes,
     )
+
+
+def _weights_alone(hf_config: Mapping[str, Any]) -> Quantization | None:
+    """What config.json says of the weights, beside inputs that are not quantised."""
+    found = read_weight_quantization(hf_config)
+    if found is None:
+        return None
+    linear, experts = (formats._replace(activation=None) for formats in (found.linear, found.experts))
+    return dataclasses.replace(found, linear=linear, experts=experts)
 
 
 def _pick_dtype(wanted: str, device: torch.device, *, integers: bool) -> torch.dtype:

@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.cache.spec import KVSpec
-from rorqual.distributed.mesh import Mesh
 from rorqual.engine.resolved_config import ResolvedConfig
-from rorqual.layers.decoder import Placement, SelfAttention
+from rorqual.layers.decoder import SelfAttention
 from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from rorqual.layers.moe import SparseMoE
 from rorqual.layers.stacked_weight import StackedWeight
@@ -137,15 +136,7 @@ class Floor(NamedTuple):
 
 def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelCost:
     """Count a model, held in the formats that an engine has settled on. Allocates nothing."""
-    place = Placement(
-        Mesh.single(),
-        resolved.dtype,
-        torch.device("meta"),
-        resolved.kv_cache_dtype,
-        1,
-        quantization=resolved.quantization,
-    )
-    model = build_model(hf_config, place)
+    model = build_model(hf_config, resolved.placement(torch.device("meta"), 1))
     assert isinstance(model, torch.nn.Module)
     attention: Counter[tuple[int, KVSpec]] = Counter()
     experts: Counter[tuple[int, int, float, float]] = Counter()

@@ -12,7 +12,7 @@ import torch
 
 import rorqual.models as package
 from rorqual.batch import Batch
-from rorqual.cache.spec import KVSpec
+from rorqual.cache.spec import CacheSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.config import did_you_mean
 from rorqual.layers.decoder import Placement
@@ -26,8 +26,8 @@ class Model(Protocol):
     """What the engine needs from a model. Each one is also a torch.nn.Module whose layers name their tensors."""
 
     vocab_size: int
-    kv_specs: Sequence[KVSpec]
-    """What each layer keeps per token."""
+    kv_specs: Sequence[CacheSpec]
+    """What each of its caches keeps, of which a layer has one or several."""
     tied_tensors: Mapping[str, str]
     """Checkpoint names that may be there but only repeat another tensor."""
 
