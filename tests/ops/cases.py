@@ -16,6 +16,7 @@ from tests.ops.norm_cases import NORM_CASES
 from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
 from tests.ops.quantize_cases import QUANTIZE_CASES
 from tests.ops.rope_cases import ROPE_CASES
+from tests.ops.row_attention_cases import ROW_ATTENTION_CASES
 from tests.ops.sample_cases import SAMPLE_CASES
 from tests.ops.values import Call, cut, every_other, normal, rows_apart
 
@@ -112,6 +113,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "transform_kv": TRANSFORM_CASES,
     "transform_and_store_kv": RECORD_STORE_CASES,
     "load_kv": LOAD_CASES,
+    "row_attention": ROW_ATTENTION_CASES,
     "rms_norm": NORM_CASES,
     "linear": LINEAR_CASES | GEMM_CASES,
     "prepare_weight": WEIGHT_CASES,

@@ -1,0 +1,209 @@
+"""Attention over rows that are keys and values at once, on NVIDIA GPUs."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+
+from rorqual.batch import Batch
+from rorqual.ops.row_attention import RowList, RowSource, row_attention, seq_of_token
+from rorqual.ops.row_cache import RowCache
+from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
+from rorqual.ops.triton._row_attention_kernel import merge_kernel, rows_kernel
+from rorqual.ops.triton.launch import refuses
+
+SPAN, WHOLE, MOST_SPANS = 512, 640, 64
+"""Rows of a softmax of its own; with up to WHOLE rows a token has one for all. There are at most MOST_SPANS, which
+then get longer. Sums depend on these, and on nothing else but the token's own rows."""
+_PROGRAMS = 264
+"""How many programs there should be at least: two for each multiprocessor."""
+_WORKSPACE = 512 << 20
+"""Bytes of spans that wait to be merged, at most, unless a single token has more: tokens beyond take another launch."""
+_LARGEST_VALUE, _LARGEST_REST = 512, 128
+_MOST_TOKENS = 1 << 15
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _refuse_cache(cache: RowCache, width: int, query_dtype: torch.dtype) -> str | None:
+    record, data = cache.record, cache.data
+    if record is None:
+        if data.dtype != query_dtype:
+            return f"needs rows of the query's dtype {query_dtype}, got {data.dtype}"
+        if data.stride(-1) != 1:
+            return "needs rows without gaps"
+        return None
+    form = record.format
+    if form is None or (form.element, form.scale) != ("e4m3", "ue8m0") or not record.interleaved or record.bytes % 2:
+        return f"does not know records {record.name}"
+    if query_dtype != torch.bfloat16:
+        return f"needs queries of bfloat16 beside records, got {query_dtype}"
+    return None
+
+
+def _refuse(
+    query: torch.Tensor,
+    sources: Sequence[RowSource],
+    batch: Batch,
+    *,
+    scale: float,
+    value_dim: int,
+    sinks: torch.Tensor | None = None,
+) -> str | None:
+    tensors = [t for cache, which in sources for t in (cache.data, *which)]
+    if refusal := refuses(query, sinks, *(t for t in tensors if isinstance(t, torch.Tensor))):
+        return refusal
+    width = query.shape[-1]
+    if not 1 <= len(sources) <= 2 or len({cache.record for cache, _ in sources}) > 1:
+        return "needs one source, or two of the same kind of rows"
+    if query.dtype not in _DTYPES or query.stride(-1) != 1:
+        return f"needs queries of a float dtype, without gaps, got {query.dtype}"
+    rest = width - min(width, _block(value_dim))
+    if value_dim > _LARGEST_VALUE or rest > _LARGEST_REST:
+        most = f"needs values of up to {_LARGEST_VALUE} numbers and {_LARGEST_REST} beside them"
+        return f"{most}, got {value_dim} of {width}"
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.stride(-1) != 1):
+        return f"needs sinks of float32, without gaps, got {sinks.dtype}"
+    for cache, which in sources:
+        if refusal := _refuse_cache(cache, width, query.dtype):
+            return refusal
+        if cache.record is not None and rest:
+            return f"needs records that are values throughout, got {value_dim} of {width}"
+        if which[0].stride(-1) != 1 or not all(t is None or t.is_contiguous() for t in which[1:3]):
+            return "needs block tables, slots and bounds without gaps"
+    return None
+
+
+@row_attention.impl("triton", refuse=_refuse)
+def row_attention_triton(
+    query: torch.Tensor,
+    sources: Sequence[RowSource],
+    batch: Batch,
+    *,
+    scale: float,
+    value_dim: int,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A token is a row of the grid, alone or in a prompt; tokens with many rows get their spans merged behind it."""
+    num_tokens, num_heads, width = query.shape
+    out = torch.empty((num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device)
+    block_v, record = _block(value_dim), sources[0].cache.record
+    tile = _tile(block_v, query.dtype.itemsize, num_heads)
+    rows = sum(-(-_most_rows(source) // tile["BN"]) * tile["BN"] for source in sources)
+    most_spans = min(MOST_SPANS, -(-rows // SPAN)) if rows > WHOLE else 1
+    bytes_per_token = 4 * most_spans * num_heads * (block_v + 2)
+    at_once = max(1, min(_MOST_TOKENS, _WORKSPACE // bytes_per_token)) if most_spans > 1 else _MOST_TOKENS
+    owners = query  # an address that nobody reads
+    if not all(isinstance(which, RowList) for _, which in sources):
+        owners = seq_of_token(batch)
+    arguments, strides, constants = _arguments(sources)
+    constants |= {
+        "W": width,
+        "V": value_dim,
+        "BLOCK_V": block_v,
+        "DIMS": 0 if record is None else record.dims,
+        "GROUP": 1 if record is None else record.format.block[1],
+        "SINKS": sinks is not None,
+        "SPLIT": most_spans > 1,
+        "WHOLE": WHOLE,
+        "SPAN": SPAN,
+        "COMPUTE": _DTYPES[query.dtype],
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    head_blocks = -(-num_heads // tile["BLOCK_H"])
+    partial = stats = spans_of_token = query
+    for first in range(0, num_tokens, at_once):
+        tokens = min(at_once, num_tokens - first)
+        if most_spans > 1:
+            partial = torch.empty(tokens * most_spans * num_heads * block_v, dtype=torch.float32, device=query.device)
+            stats = torch.empty(tokens * most_spans * num_heads * 2, dtype=torch.float32, device=query.device)
+            spans_of_token = torch.empty(tokens, dtype=torch.int32, device=query.device)
+        splits = max(1, min(most_spans, -(-_PROGRAMS // (tokens * head_blocks))))
+        rows_kernel[(head_blocks, tokens, splits)](
+            query,
+            owners,
+            query if sinks is None else sinks,
+            out,
+            partial,
+            stats,
+            spans_of_token,
+            *arguments,
+            *query.stride()[:2],
+            *strides,
+            first,
+            num_heads,
+            most_spans,
+            scale * math.log2(math.e),
+            **tile,
+            **constants,
+            launch_pdl=DEPENDENT_LAUNCH,
+        )
+        if most_spans > 1:
+            merge_kernel[(num_heads, tokens)](
+                partial,
+                stats,
+                spans_of_token,
+                out,
+                first,
+                most_spans,
+                V=value_dim,
+                BLOCK_V=block_v,
+                AT_ONCE=8,
+                num_warps=4,
+                launch_pdl=DEPENDENT_LAUNCH,
+            )
+    return out
+
+
+def _most_rows(source: RowSource) -> int:
+    """How many rows a token may see, by what the host knows."""
+    cache, which = source
+    if isinstance(which, RowList):
+        return which.slots.shape[1]
+    rows = which.block_tables.shape[1] * cache.rows_per_block
+    return rows if which.most is None else min(rows, which.most)
+
+
+def _arguments(sources: Sequence[RowSource]) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+    """Of one or two sources: tensors, strides and constants, in the kernel's order; of a missing one the first's."""
+    tensors, strides, constants = [], [], {"TWO": len(sources) > 1}
+    for number in range(2):
+        cache, which = sources[min(number, len(sources) - 1)]
+        values, scales, plain = cache.data, cache.data, cache.data
+        if cache.record is not None:
+            values, scales, plain = cache.record.split(cache.data)
+            values, scales = values.view(torch.uint8), scales.view(torch.uint8)
+            plain = values if plain is None else plain
+        listed = isinstance(which, RowList)
+        first = None if listed else which.first
+        tensors += [values, scales, plain, which[0]]
+        tensors += [which[0] if first is None else first, which[0] if listed else which.stop]
+        strides += [*values.stride()[:2], which[0].stride(0)]
+        constants |= {
+            f"LIST{number}": listed,
+            f"LENGTH{number}": which.slots.shape[1] if listed else 0,
+            f"FIRST{number}": first is not None,
+            f"ROWS{number}": cache.rows_per_block,
+        }
+    return tensors, strides, constants
+
+
+def _block(value_dim: int) -> int:
+    """Columns of the tile that is keys and values."""
+    return max(16, 1 << (value_dim - 1).bit_length())
+
+
+@functools.cache
+def _tile(block_v: int, itemsize: int, num_heads: int) -> dict[str, int]:
+    """The tile of rows depends on what is the same for all of a layer, so that a token's sums do as well."""
+    block_h = max(16, 1 << (num_heads - 1).bit_length())
+    if itemsize > 2:
+        return {"BLOCK_H": min(16, block_h), "BN": 16, "STAGES": 1, "num_warps": 4}
+    if block_v <= 128:
+        return {"BLOCK_H": min(64, block_h), "BN": 64, "STAGES": 2, "num_warps": 4}
+    return {"BLOCK_H": min(64, block_h), "BN": 64, "STAGES": 2, "num_warps": 8}
