@@ -18,6 +18,7 @@ from tests.ops.quantize_cases import QUANTIZE_CASES
 from tests.ops.rope_cases import ROPE_CASES
 from tests.ops.row_attention_cases import ROW_ATTENTION_CASES
 from tests.ops.sample_cases import SAMPLE_CASES
+from tests.ops.select_cases import SELECT_CASES
 from tests.ops.values import Call, cut, every_other, normal, rows_apart
 
 BF16 = torch.bfloat16
@@ -130,6 +131,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
         "one": lambda: ((1, 4, 8), {"dtype": torch.float32, "device": torch.device("cpu")}),
     },
     "fused_experts": _EXPERTS,
+    "select_rows": SELECT_CASES,
     **SAMPLE_CASES,
 }
 """Every op's cases, each made anew when called."""
