@@ -8,8 +8,10 @@ import torch
 
 from rorqual.ops.moe import ExpertWeights, Routing, route_softmax
 from tests.ops.gemm_cases import GEMM_CASES
+from tests.ops.grouped_cases import GROUPED_CASES
 from tests.ops.integer_cases import EMBEDDING_CASES, SPLIT_CASES
 from tests.ops.kv_cases import LOAD_CASES, RECORD_STORE_CASES, TRANSFORM_CASES
+from tests.ops.latent_cases import LATENT_CASES
 from tests.ops.linear_cases import LINEAR_CASES, WEIGHT_CASES
 from tests.ops.moe_cases import SCORE_CASES
 from tests.ops.norm_cases import NORM_CASES
@@ -17,8 +19,10 @@ from tests.ops.paged_cases import ALLOCATE_CASES, ATTENTION_CASES, STORE_CASES
 from tests.ops.quantize_cases import QUANTIZE_CASES
 from tests.ops.rope_cases import ROPE_CASES
 from tests.ops.row_attention_cases import ROW_ATTENTION_CASES
+from tests.ops.row_cases import COMPRESS_CASES, STORE_ROWS_CASES
 from tests.ops.sample_cases import SAMPLE_CASES
 from tests.ops.select_cases import SELECT_CASES
+from tests.ops.stream_cases import STREAM_CASES
 from tests.ops.values import Call, cut, every_other, normal, rows_apart
 
 BF16 = torch.bfloat16
@@ -115,6 +119,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "transform_and_store_kv": RECORD_STORE_CASES,
     "load_kv": LOAD_CASES,
     "row_attention": ROW_ATTENTION_CASES,
+    "latent_attention": LATENT_CASES,
     "rms_norm": NORM_CASES,
     "linear": LINEAR_CASES | GEMM_CASES,
     "prepare_weight": WEIGHT_CASES,
@@ -133,5 +138,9 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "fused_experts": _EXPERTS,
     "select_rows": SELECT_CASES,
     **SAMPLE_CASES,
+    "grouped_linear": GROUPED_CASES,
+    "store_rows": STORE_ROWS_CASES,
+    "compress_rows": COMPRESS_CASES,
+    **STREAM_CASES,
 }
 """Every op's cases, each made anew when called."""

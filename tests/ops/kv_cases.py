@@ -194,7 +194,7 @@ def random_records(record: KVRecord) -> torch.Tensor:
     """A cache of random bytes in which no number is NaN."""
     cache = filled(record)
     cache.copy_(torch.randint(0, 256, cache.shape, generator=torch.Generator().manual_seed(record.bytes)))
-    values, scales = record.split(cache)
+    values, scales, _ = record.split(cache)
     if record.format is None:
         values.copy_(normal(*values.shape))
         return cache

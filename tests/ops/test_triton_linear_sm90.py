@@ -46,7 +46,7 @@ class Recorded:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, num_warps: int, num_stages: int, launch_pdl: bool = False, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, num_stages: int = 3, launch_pdl: bool = False, **constants: Any) -> None:
             self.options = {"num_warps": num_warps, "num_stages": num_stages}
             self.arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
 
@@ -62,8 +62,11 @@ class Recorded:
             if name not in runtime or value is None or (isinstance(value, int) and value == 1 and name not in kept):
                 signature[name], constants[(position,)] = "constexpr", value
                 continue
-            signature[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-            if isinstance(value, torch.Tensor) or (value % 16 == 0 and name not in kept):
+            if isinstance(value, torch.Tensor):
+                signature[name] = POINTERS[value.dtype]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and name not in kept):
                 hints[(position,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, hints)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=self.options)

@@ -106,8 +106,6 @@ def transform_kernel(
     x_head,
     table_step,
     block_step,
-    value_step,
-    scale_step,
     scale_start,
     eps,
     hadamard_scale,
@@ -117,6 +115,11 @@ def transform_kernel(
     LOG_D: tl.constexpr,
     ROWS: tl.constexpr,
     NORM: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    SCALE_STEP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SKIP: tl.constexpr,
     R: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -129,8 +132,12 @@ def transform_kernel(
     STORE: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """values: the cache's bytes where BLOCK_SIZE is not 0, else rows of bytes or of x's dtype. Steps of values and
-    scales are in bytes, or for rows of x's dtype in elements."""
+    """values: the cache's bytes or numbers where BLOCK_SIZE is not 0, else rows of bytes or of x's dtype. Steps of
+    values and scales are in bytes, or for numbers in elements.
+
+    NORM: how many of the D channels are normalised, from the first on. VALUES: how many are quantised; the others are
+    stored behind them in bfloat16. SHIFT is taken from each position. SKIP: programs without a slot end at once.
+    """
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < num_rows
@@ -139,17 +146,22 @@ def transform_kernel(
     x_rows = x + tokens.to(tl.int64) * x_token + (rows % HEADS) * x_head
 
     wait_for_earlier_kernels()
+    if SKIP:  # noqa: SIM102 - `and` would load in any case
+        if tl.max(tl.load(slots + tokens, mask=there, other=-1), axis=0) < 0:
+            return
     # All loads come first: one that waits for another's arithmetic costs its whole latency again.
     if R > 0:
         position = tl.load(positions + tokens, mask=there, other=0)
+        if SHIFT > 0:  # tokens without a slot may be nearer to the beginning
+            position = tl.maximum(position - SHIFT, 0)
     if BLOCK_SIZE > 0:
         slot = tl.load(slots + tokens, mask=there, other=-1).to(tl.int64)
     if D == BLOCK_D:
         v = tl.load(x_rows[:, None] + d[None, :], mask=there[:, None], other=0.0).to(tl.float32)
     else:
         v = tl.load(x_rows[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    if NORM:
-        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    if NORM > 0:
+        w = tl.load(weight + d, mask=d < NORM, other=0.0).to(tl.float32)
     if R > 0:
         HALF: tl.constexpr = R // 2
         if INTERLEAVED:
@@ -158,17 +170,22 @@ def transform_kernel(
             angle = tl.arange(0, R) % HALF
             other = OFFSET + (tl.arange(0, R) + HALF) % R
             partner = tl.load(x_rows[:, None] + other[None, :], mask=there[:, None], other=0.0).to(tl.float32)
-            if NORM:
-                partner_weight = tl.load(weight + other).to(tl.float32)
+            if NORM > 0:
+                partner_weight = tl.load(weight + other, mask=other < NORM, other=0.0).to(tl.float32)
         table = cos_sin + position.to(tl.int64) * table_step
         cos = tl.load(table[:, None] + angle[None, :], mask=there[:, None], other=1.0)
         sin = tl.load(table[:, None] + HALF + angle[None, :], mask=there[:, None], other=0.0)
         if CONJUGATE:
             sin = -sin
 
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(v * v, axis=1) * (1.0 / D) + eps)
-        v = rounded(v * rstd[:, None] * w[None, :], DTYPE)
+    if NORM > 0:
+        if NORM == D:
+            rstd = tl.rsqrt(tl.sum(v * v, axis=1) * (1.0 / D) + eps)
+            v = rounded(v * rstd[:, None] * w[None, :], DTYPE)
+        else:
+            normed = (d < NORM)[None, :]
+            rstd = tl.rsqrt(tl.sum(tl.where(normed, v * v, 0.0), axis=1) * (1.0 / NORM) + eps)
+            v = tl.where(normed, rounded(v * rstd[:, None] * w[None, :], DTYPE), v)
         if KEEP == "norm":
             _store_head(kept, v.to(DTYPE), rows, there, D, BLOCK_D)
     if R > 0:
@@ -176,8 +193,9 @@ def transform_kernel(
         if INTERLEAVED:
             v = _rotate_neighbours(v, cos, sin, PART, R, ROWS, BLOCK_D)
         else:
-            if NORM:
-                partner = rounded(partner * rstd[:, None] * partner_weight[None, :], DTYPE)
+            if NORM > 0:
+                turned = rounded(partner * rstd[:, None] * partner_weight[None, :], DTYPE)
+                partner = turned if NORM == D else tl.where((other < NORM)[None, :], turned, partner)
             v = _rotate_halves(v, partner, cos, sin, PART, R, ROWS, BLOCK_D)
         v = rounded(v, DTYPE)
     if HADAMARD:
@@ -189,15 +207,17 @@ def transform_kernel(
         written = there & (slot >= 0) & (slot < num_slots)
         block = slot // BLOCK_SIZE
         inner = slot - block * BLOCK_SIZE
-        to_values = values + block * block_step + inner * value_step
-        to_scales = values + block * block_step + scale_start + inner * scale_step
+        to_values = values + block * block_step + inner * VALUE_STEP
+        to_scales = values + block * block_step + scale_start + inner * SCALE_STEP
     else:
         written = there
-        to_values = values + rows.to(tl.int64) * value_step
-        to_scales = scales + rows.to(tl.int64) * scale_step
+        to_values = values + rows.to(tl.int64) * VALUE_STEP
+        to_scales = scales + rows.to(tl.int64) * SCALE_STEP
 
     if ELEMENT == "none":
-        if BLOCK_SIZE > 0:
+        if BLOCK_SIZE > 0 and values.dtype.element_ty != tl.uint8:
+            stored = round_to(v, values.dtype.element_ty)
+        elif BLOCK_SIZE > 0:
             stored = round_to(v, tl.bfloat16)
             to_values = to_values.to(tl.pointer_type(tl.bfloat16))
             if KEEP == "cast_back":
@@ -213,19 +233,26 @@ def transform_kernel(
         if ELEMENT == "e4m3":
             code = e4m3_byte(scaled)
             if STORE:
-                tl.store(to_values[:, None] + d[None, :], code, mask=written[:, None] & (d < D)[None, :])
+                tl.store(to_values[:, None] + d[None, :], code, mask=written[:, None] & (d < VALUES)[None, :])
         else:
             code = e2m1_code(scaled)
             if STORE:
                 low, high = tl.split(tl.reshape(code, [ROWS, BLOCK_D // 2, 2]))
                 half = tl.arange(0, BLOCK_D // 2)
                 both = (low | (high << 4)).to(tl.uint8)
-                tl.store(to_values[:, None] + half[None, :], both, mask=written[:, None] & (half < D // 2)[None, :])
+                tl.store(
+                    to_values[:, None] + half[None, :], both, mask=written[:, None] & (half < VALUES // 2)[None, :]
+                )
+        if VALUES < D:
+            BYTES: tl.constexpr = VALUES if ELEMENT == "e4m3" else VALUES // 2
+            plain = (to_values + BYTES).to(tl.pointer_type(tl.bfloat16))
+            mask = written[:, None] & ((d >= VALUES) & (d < D))[None, :]
+            tl.store(plain[:, None] + d[None, :] - VALUES, round_to(v, tl.bfloat16), mask=mask)
         if STORE:
             group = tl.arange(0, BLOCK_D // GROUP)
             if SCALE == "float32":
                 to_scales = to_scales.to(tl.pointer_type(tl.float32))
-            mask = written[:, None] & (group < D // GROUP)[None, :]
+            mask = written[:, None] & (group < VALUES // GROUP)[None, :]
             tl.store(to_scales[:, None] + group[None, :], scale, mask=mask)
         if KEEP == "cast_back":
             value = e4m3_value(code) if ELEMENT == "e4m3" else e2m1_value(code)

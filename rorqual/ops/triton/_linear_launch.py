@@ -64,7 +64,7 @@ def shares(family: str, rows: int, features: int, columns: int) -> int:
     return count
 
 
-_STREAMS, _MOST_TILES = 16, 1 << 16
+_STREAMS, MOST_TILES = 16, 1 << 16
 _counters: dict[torch.device, torch.Tensor] = {}
 _streams: dict[tuple[torch.device, int], int] = {}
 
@@ -76,7 +76,7 @@ def arrivals(device: torch.device) -> torch.Tensor:
     captured graph counts with those of the stream that captured it, and must not run beside other products there.
     """
     if device not in _counters:
-        _counters[device] = torch.zeros((_STREAMS, _MOST_TILES), dtype=torch.int32, device=device)
+        _counters[device] = torch.zeros((_STREAMS, MOST_TILES), dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     number = _streams.setdefault((device, stream), len(_streams))
     return _counters[device][number % _STREAMS]
@@ -98,7 +98,7 @@ def _launch_options(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    if split == 1 or tiles > _MOST_TILES:
+    if split == 1 or tiles > MOST_TILES:
         return (tiles, 1), (None, None), options | {"SPLIT": 1}
     partial = torch.empty((split, rows, features), dtype=torch.float32, device=out.device)
     return (tiles, split), (partial, arrivals(out.device)), options | {"SPLIT": split}

@@ -28,7 +28,9 @@ MOST_ROWS = 128
 """Rows from which on other products are ahead in any case."""
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
+    """What one program computes, with how many warps, and the stages of its loop."""
+
     block_n: int
     block_m: int
     block_k: int
@@ -36,10 +38,11 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(rows: int) -> _Tile:
+def tile_of_plain(rows: int) -> Tile:
+    """What a program computes, for a number of rows."""
     if rows <= FEW_ROWS:
-        return _Tile(16, 8 if rows <= 8 else 16, 256, 1, 4)
-    return _Tile(64, 32, 128, 4, 4)
+        return Tile(16, 8 if rows <= 8 else 16, 256, 1, 4)
+    return Tile(64, 32, 128, 4, 4)
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def _load_weight(weight, n, k, features, columns, weight_row, EVEN: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _product_kernel(
+def product_kernel(
     x,
     weight,
     bias,
@@ -135,8 +138,8 @@ def multiply_plain(
 ) -> None:
     """x [rows, columns] times a weight of its dtype into out [rows, features]; x's rows have no gaps."""
     rows, features = out.shape
-    tile = _tile(rows)
-    _product_kernel[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
+    tile = tile_of_plain(rows)
+    product_kernel[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
         x,
         weight,
         bias,

@@ -32,9 +32,10 @@ _FEW = 1 << 19
 """Up to so many values a call counts as a decode step's: 1,024 heads of 512."""
 
 
-def _refuse_stages(
+def refuse_stages(
     x: torch.Tensor, norm: NormStage | None, rope: RopeStage | None, others: tuple[torch.Tensor | None, ...] = ()
 ) -> str | None:
+    """Why the kernel cannot take these stages, or None; `others` are tensors that it would also get."""
     weight = None if norm is None else norm.weight
     positions, table = (None, None) if rope is None else (rope.positions, rope.cos_sin)
     if refusal := refuses(x, weight, positions, table, *others):
@@ -62,7 +63,7 @@ def _refuse_transform(
     hadamard: HadamardStage | None = None,
     cast: CastStage | None = None,
 ) -> str | None:
-    return _refuse_stages(x, norm, rope)
+    return refuse_stages(x, norm, rope)
 
 
 def _refuse_store(
@@ -78,10 +79,10 @@ def _refuse_store(
 ) -> str | None:
     if slot_mapping.dim() != 1 or slot_mapping.stride(0) != 1:
         return "needs slots without gaps"
-    return _refuse_stages(x, norm, rope, (cache, slot_mapping))
+    return refuse_stages(x, norm, rope, (cache, slot_mapping))
 
 
-def _launch(
+def launch_transform(
     x: torch.Tensor,
     norm: NormStage | None,
     rope: RopeStage | None,
@@ -96,7 +97,11 @@ def _launch(
     num_slots: int = 0,
     steps: tuple[int, int, int, int] = (0, 0, 0, 0),
     block_size: int = 0,
+    num_values: int | None = None,
+    shift: int = 0,
+    skip: bool = False,
 ) -> None:
+    """See the kernel; format is that of `kind_of`, steps are (block, value, scale, first scale)."""
     dims = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * heads
@@ -120,7 +125,8 @@ def _launch(
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         0 if rope is None else rope.cos_sin.stride(0),
-        *steps,
+        steps[0],
+        steps[3],
         0.0 if norm is None else norm.eps,
         1.0 if hadamard is None else hadamard.scale,
         HEADS=heads,
@@ -128,7 +134,12 @@ def _launch(
         BLOCK_D=block_d,
         LOG_D=block_d.bit_length() - 1,
         ROWS=rows,
-        NORM=norm is not None,
+        NORM=0 if norm is None else norm.weight.shape[0],
+        VALUES=dims if num_values is None else num_values,
+        VALUE_STEP=steps[1],
+        SCALE_STEP=steps[2],
+        SHIFT=shift,
+        SKIP=skip,
         R=0 if rope is None else rope.cos_sin.shape[1],
         OFFSET=0 if rope is None else rope.first_channel(dims),
         INTERLEAVED=rope is not None and rope.interleaved,
@@ -160,16 +171,16 @@ def transform_kv_triton(
     if cast is None or cast.cast_back:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if cast is None:
-            _launch(*stages, ("none", "", 1), values=out, steps=(0, x.shape[-1], 0, 0))
+            launch_transform(*stages, ("none", "", 1), values=out, steps=(0, x.shape[-1], 0, 0))
         else:
-            _launch(*stages, kind_of(cast.format), kept=out, keep="cast_back")
+            launch_transform(*stages, kind_of(cast.format), kept=out, keep="cast_back")
         return out
     made = KVRecord(cast.format.name, x.shape[-1], cast.format)
     values = torch.empty((*x.shape[:-1], made.value_bytes), dtype=made.value_dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], made.num_scales), dtype=made.scale_dtype, device=x.device)
     as_bytes = values.view(torch.uint8), scales.view(torch.uint8)
     steps = (0, made.value_bytes, made.scale_bytes, 0)
-    _launch(*stages, kind_of(cast.format), values=as_bytes[0], scales=as_bytes[1], steps=steps)
+    launch_transform(*stages, kind_of(cast.format), values=as_bytes[0], scales=as_bytes[1], steps=steps)
     return QTensor(values, scales, cast.format)
 
 
@@ -188,7 +199,7 @@ def transform_and_store_kv_triton(
     """See the reference."""
     check_store(x, cache, slot_mapping, record, norm, rope, hadamard, keep)
     kept = None if keep is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(
+    launch_transform(
         x,
         norm,
         rope,
@@ -213,5 +224,5 @@ def kind_of(format) -> tuple[str, str, int]:
 def steps_of(cache: torch.Tensor, record: KVRecord) -> tuple[int, int, int]:
     """Bytes from token to token of the values and of the scales, and from a block's beginning to its first scale."""
     if record.interleaved:
-        return cache.stride(1), cache.stride(1), record.value_bytes
+        return cache.stride(1), cache.stride(1), record.value_bytes + 2 * record.plain_dims
     return record.value_bytes, record.scale_bytes, cache.shape[1] * record.value_bytes
