@@ -11,10 +11,11 @@ from rorqual.distributed.mesh import Mesh
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import ReplicatedLinear
 from rorqual.layers.mlp import GATE_UP_DOWN
-from rorqual.layers.stacked_weight import Part, StackedWeight
+from rorqual.layers.stacked_weight import Part, StackedWeight, kept_format
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
-from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, allocate_experts, fused_experts
+from rorqual.ops.linear import Weight
+from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, allocate_experts, fused_experts, prepare_experts
 from rorqual.quantization import QuantFormat
 
 
@@ -43,12 +44,18 @@ class Experts(Layer):
         rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
         formats = quantization.weight if quantization else None
         half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
-        inner = rows.stop - rows.start
 
-        def memory(out_features: int, in_features: int) -> Sequence[torch.Tensor | None]:
-            if formats is not None:
+        def memory(parts: Sequence[Part], columns: slice) -> Sequence[Weight | None]:
+            if isinstance(formats, IntegerParts):
                 return [None] * num_experts
-            return allocate_experts(num_experts, out_features, in_features, dtype=dtype, device=device)
+            return allocate_experts(
+                num_experts,
+                sum(part.rows.stop - part.rows.start for part in parts),
+                columns.stop - columns.start,
+                dtype=dtype,
+                device=device,
+                format=None if formats is None else kept_format(formats, parts, columns),
+            )
 
         self._gate_up = [
             StackedWeight(
@@ -59,7 +66,7 @@ class Experts(Layer):
                 device=device,
                 memory=kept,
             )
-            for e, kept in enumerate(memory(2 * inner, hidden_size))
+            for e, kept in enumerate(memory([half, half], slice(0, hidden_size)))
         ]
         self._down = [
             StackedWeight(
@@ -71,7 +78,7 @@ class Experts(Layer):
                 device=device,
                 memory=kept,
             )
-            for e, kept in enumerate(memory(hidden_size, inner))
+            for e, kept in enumerate(memory([whole], rows))
         ]
         self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
         self.activation = quantization.activation if quantization else None
@@ -88,8 +95,13 @@ class Experts(Layer):
         return self._made
 
     def prepare(self) -> None:
-        """Forget the weights' layout so far; the modules below lay out their own."""
+        """Lay quantised experts out together; the modules below lay out what is left."""
         self._made = None
+        for weights in (self._gate_up, self._down):
+            if weights[0].format is not None:
+                laid_out = prepare_experts(tuple(each.operand for each in weights))
+                for each, made in zip(weights, laid_out, strict=True):
+                    each.keep(made)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""

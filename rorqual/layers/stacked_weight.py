@@ -42,7 +42,7 @@ class StackedWeight(Layer):
     With integer formats nothing is allocated: every part is kept as it comes, or rounded on its way in. Where a part
     has no such format, or its columns are not cut at edges of its groups, the whole weight is plain.
 
-    A plain weight is kept in `memory` [rows, columns] if that is given.
+    A weight is kept in `memory` [rows, columns] if that is given, which is of `kept_format` then.
 
     It wants no tensors by itself: the layer that owns it, or is it, knows their names; see `wanted_parts`.
     """
@@ -56,7 +56,7 @@ class StackedWeight(Layer):
         format: QuantFormat | IntegerParts | None = None,
         dtype: torch.dtype,
         device: torch.device,
-        memory: torch.Tensor | None = None,
+        memory: Weight | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -82,20 +82,18 @@ class StackedWeight(Layer):
                 for kind, into in zip(self.integers, self._into, strict=True)
             )
         elif format is None and memory is not None:
+            assert isinstance(memory, torch.Tensor)
             assert memory.shape == shape
             self.weight = nn.Parameter(memory, requires_grad=False)
         elif format is None:
             self.weight = weight_parameter(*shape, dtype=dtype, device=device)
         else:
-            _check_columns(format, self._columns)
-            rows, width = format.block
-            self.format = format.with_block(
-                math.gcd(rows, *starts[:-1], *(part.rows.start for part in parts)),
-                math.gcd(width, self._columns.start),
-            )
-            values, scales = _empty(self.format, shape, device)
-            self.weight = nn.Parameter(values, requires_grad=False)
-            self.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+            self.format = kept_format(format, parts, self._columns)
+            kept = QTensor.empty(shape, self.format, device) if memory is None else memory
+            assert isinstance(kept, QTensor)
+            assert (kept.shape, kept.format) == (shape, self.format)
+            self.weight = nn.Parameter(kept.values, requires_grad=False)
+            self.weight_scale_inv = nn.Parameter(kept.scales, requires_grad=False)
         self._operand: Weight | None = None
 
     @property
@@ -147,7 +145,8 @@ class StackedWeight(Layer):
         """Values and scales come one by one, so each is cut beside a stand-in for the other that holds nothing."""
         assert self.format is not None
         rows, width = self.format.block
-        values, scales = _empty(stored, (part.out_features, self.in_features), torch.device("meta"))
+        whole_part = QTensor.empty((part.out_features, self.in_features), stored, "meta")
+        values, scales = whole_part.values, whole_part.scales
 
         def cut(whole: QTensor) -> QTensor:
             return whole.slice_rows(part.rows).slice_columns(self._columns).reblock(rows, width)
@@ -200,8 +199,13 @@ class StackedWeight(Layer):
         return QTensor(self.weight.data, self.weight_scale_inv.data, self.format)
 
     def prepare(self) -> None:
-        """Lay the weight out for the linear kernel."""
-        self._operand = prepare_weight(self._loaded())
+        """Lay the weight out for the linear kernel, if nobody else has."""
+        if self._operand is None:
+            self.keep(prepare_weight(self._loaded()))
+
+    def keep(self, operand: Weight) -> None:
+        """Take the weight as it was laid out, in place of what was loaded."""
+        self._operand = operand
         if self.integers:
             self._kept = [None] * len(self.integers)
         elif isinstance(self._operand, QTensor):
@@ -212,22 +216,26 @@ class StackedWeight(Layer):
             self.weight = nn.Parameter(self._operand, requires_grad=False)
 
 
+def kept_format(format: QuantFormat, parts: Sequence[Part], columns: slice) -> QuantFormat:
+    """The format that a weight of these parts is kept in: blocks end where parts and ranks' columns begin.
+
+    Raises ValueError for columns that do not fill their bytes.
+    """
+    _check_columns(format, columns)
+    rows, width = format.block
+    edge, edges = 0, []
+    for part in parts:
+        edges += [edge, part.rows.start]
+        edge += part.rows.stop - part.rows.start
+    return format.with_block(math.gcd(rows, *edges), math.gcd(width, columns.start))
+
+
 def _kept_formats(parts: IntegerParts, in_features: int, columns: slice) -> tuple[IntegerFormat, ...]:
     """The formats of all parts if every one has one that can be cut there; else none."""
     kept = tuple(format for format in parts.formats if format is not None)
     edges = (in_features, columns.start, columns.stop)
     fits = all(edge % format.group == 0 for format in kept for edge in edges)
     return kept if fits and len(kept) == len(parts.formats) else ()
-
-
-def _empty(format: QuantFormat, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised values and scales, in layout ROW, of a weight in a format."""
-    if format.element == "e4m3":
-        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    else:
-        values = torch.empty(shape[0], shape[1] // 2, dtype=torch.int8, device=device)
-    kinds = {"float32": torch.float32, "ue8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
-    return values, torch.empty(format.scale_shape(shape), dtype=kinds[format.scale], device=device)
 
 
 def _check_columns(format: QuantFormat, columns: slice) -> None:

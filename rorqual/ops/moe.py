@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from rorqual.ops.decoder_blocks import Norm, Product, add_norm
-from rorqual.ops.linear import Weight, linear
+from rorqual.ops.linear import Weight, linear, prepare_weight
 from rorqual.ops.registry import op
 from rorqual.ops.silu_and_mul import silu_and_mul
-from rorqual.quantization import QuantFormat
+from rorqual.quantization import QTensor, QuantFormat
 
 
 class Routing(NamedTuple):
@@ -123,13 +123,32 @@ class ExpertWeights:
 
 @op
 def allocate_experts(
-    num_experts: int, out_features: int, in_features: int, *, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Uninitialised plain weights [out_features, in_features], one per expert, for `ExpertWeights`.
+    num_experts: int,
+    out_features: int,
+    in_features: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: QuantFormat | None = None,
+) -> tuple[Weight, ...]:
+    """Uninitialised weights [out_features, in_features], one per expert, for `ExpertWeights`: of dtype, or QTensors of
+    a format.
 
     Kernels may want them in one piece of memory, so that they are never there twice.
     """
-    return tuple(torch.empty((out_features, in_features), dtype=dtype, device=device) for _ in range(num_experts))
+    shape = (out_features, in_features)
+    if format is not None:
+        return tuple(QTensor.empty(shape, format, device) for _ in range(num_experts))
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_experts))
+
+
+@op
+def prepare_experts(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Lay out the weights that experts have for one product, as `prepare_weight` does; once, at load time.
+
+    Weights from `allocate_experts` may be laid out where they are: what was given is not to be used afterwards.
+    """
+    return tuple(prepare_weight(weight) for weight in weights)
 
 
 @op

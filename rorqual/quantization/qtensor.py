@@ -60,6 +60,19 @@ class QTensor:
         return replace(self, values=self.values.to(device), scales=self.scales.to(device))
 
     @classmethod
+    def empty(cls, shape: tuple[int, int], format: QuantFormat, device: torch.device | str | None = None) -> QTensor:
+        """An uninitialised matrix [rows, columns], its scales in layout ROW.
+
+        Raises ValueError for an odd number of columns with e2m1.
+        """
+        scale_shape, (rows, columns) = format.scale_shape(shape), shape
+        if format.element == "e4m3":
+            values = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device)
+        else:
+            values = torch.empty((rows, columns // 2), dtype=torch.int8, device=device)
+        return cls(values, torch.empty(scale_shape, dtype=_SCALE_DTYPES[format.scale], device=device), format)
+
+    @classmethod
     def quantize(cls, x: torch.Tensor, format: QuantFormat, layout: ScaleLayout = ScaleLayout.ROW) -> QTensor:
         """Round x [..., rows, n] (bfloat16, float16 or float32) to `format`. The definition for all kernels.
 

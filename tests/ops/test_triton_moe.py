@@ -17,7 +17,8 @@ from rorqual.ops.moe import ExpertWeights, Routing, allocate_experts, fused_expe
 from rorqual.ops.registry import load_backends
 from rorqual.ops.silu_and_mul import silu_and_mul
 from rorqual.ops.triton.launch import INTERPRETING, available
-from rorqual.quantization import FP8_BLOCK, FP8_ROW, QTensor
+from rorqual.quantization import FP8_ROW
+from rorqual.quantization.integer import Q8_0, IntegerWeight
 from tests.ops.cases import normal
 from tests.ops.values import every_other
 
@@ -111,6 +112,15 @@ def test_triton_one_expert_for_all(num_tokens):
     plan = moe._plan_of(weights)
     few, many = (moe.multiply_experts(x, plan.gate_up, plan.down, chosen, moe.TILES[most]) for most in (4, 128))
     assert torch.equal(few, many)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 30])
+def test_triton_gate_and_up_keep_within_the_limit(num_tokens):
+    plain, x, chosen = experts(), 3 * inputs(num_tokens), routing(num_tokens)
+    limited = ExpertWeights(plain.gate_up, plain.down, swiglu_limit=0.5)
+    got, want = run(x, limited, chosen), fused_experts.reference(x, limited, chosen)
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * want.abs().max().item())
+    assert not torch.allclose(got, run(x, plain, chosen), rtol=0.1)
 
 
 def test_triton_an_expert_chosen_twice_counts_twice():
@@ -294,12 +304,12 @@ def test_triton_experts_refuse_what_they_do_not_take():
     apart = tuple(w.clone() for w in weights.gate_up)
     assert "lie one after the other, as allocate_experts makes them" in refusal(weights=both(gate_up=apart))
     assert "lie one after the other" in refusal(weights=both(down=weights.down[::-1]))
-    quantized = tuple(QTensor.quantize(w, FP8_BLOCK) for w in weights.gate_up)
-    assert "by plain weights only, got QTensor" in refusal(weights=both(gate_up=quantized))
-    assert "does not quantise its inputs" in refusal(weights=both(activation=FP8_ROW))
+    integers = tuple(IntegerWeight.quantize(w.float(), Q8_0) for w in weights.gate_up)
+    assert "plain weights, FP8 and MXFP4, got IntegerWeight" in refusal(weights=both(gate_up=integers))
+    assert "does not quantise its inputs to fp8_row" in refusal(weights=both(activation=FP8_ROW))
     other = filled(NUM_EXPERTS, HIDDEN, 2 * INNER, 0, BF16)
     assert "needs gate_up [2 n, m] and down [m, n], got [144, 128] and [128, 144]" in refusal(weights=both(down=other))
-    assert "needs x in the weights' dtype torch.bfloat16" in refusal(x=x.float())
+    assert "needs x in torch.bfloat16 beside these weights" in refusal(x=x.float())
     assert "needs rows of 128 values" in refusal(x=x[:, :64])
     assert "one for each token that is routed" in refusal(x=x[:3])
     assert "needs int64 ids" in refusal(chosen=Routing(chosen.expert_ids.int(), chosen.weights))

@@ -16,56 +16,10 @@ from rorqual.ops.triton._dependent_launch import let_next_kernel_start, wait_for
 from rorqual.ops.triton._interpreter import bound, dot
 from rorqual.ops.triton._number_formats import round_to
 
-_NOBODY = tl.constexpr(-(1 << 63))
-"""Below every key."""
-_LOW = tl.constexpr(0x7FFFFFFF)
 _FEW = tl.constexpr(32)
 """Entries of the table of tiles that are written at once."""
 _AHEAD = tl.constexpr(8)
 """Choices whose answers are read before the first is added."""
-
-
-@triton.jit
-def route_softmax_kernel(
-    logits,
-    expert_ids,
-    weights,
-    num_experts,
-    row_stride,
-    column_stride,
-    TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    PADDED_EXPERTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """One token: the softmax, and its largest TOP_K one after the other. Both outputs [num_tokens, TOP_K]."""
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, PADDED_EXPERTS)
-    there = expert < num_experts
-    wait_for_earlier_kernels()
-    at = logits + row * row_stride + expert * column_stride
-    logit = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
-    top = tl.max(logit, 0)
-    total = tl.sum(tl.exp(logit - top), 0)
-    # Integers in the order of (logit, then the lower number): NaN above all, as torch sorts, and -0 equal to 0.
-    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
-    bits = tl.where(logit != logit, _LOW, bits)
-    ordered = bits ^ ((bits >> 31) & _LOW)
-    key = tl.where(there, (ordered.to(tl.int64) << 32) | (expert ^ _LOW).to(tl.int64), _NOBODY)
-    choice = tl.arange(0, PADDED_K)
-    ids = tl.zeros((PADDED_K,), tl.int64)
-    shares = tl.zeros((PADDED_K,), tl.float32)
-    for i in range(TOP_K):
-        best = tl.max(key, 0)
-        key = tl.where(key == best, _NOBODY, key)
-        ids = tl.where(choice == i, (best & _LOW) ^ _LOW, ids)
-        found = (best >> 32).to(tl.int32)
-        value = (found ^ ((found >> 31) & _LOW)).to(tl.float32, bitcast=True)
-        shares = tl.where(choice == i, tl.exp(value - top) / total, shares)
-    if RENORMALIZE:
-        shares = shares / tl.sum(shares, 0)
-    tl.store(expert_ids + row * TOP_K + choice, ids, mask=choice < TOP_K)
-    tl.store(weights + row * TOP_K + choice, round_to(shares, weights.dtype.element_ty), mask=choice < TOP_K)
 
 
 @triton.jit
@@ -161,6 +115,84 @@ def _write_tiles(tiles, total, bins, expert, num_experts, max_tiles, BLOCK_M: tl
 
 
 @triton.jit
+def lines_of(part, features, GATED: tl.constexpr, BLOCK_N: tl.constexpr, FEATURES: tl.constexpr):
+    """(lines of an expert's weight that a program multiplies by, BLOCK_N of them; which of them are there)."""
+    line = tl.arange(0, BLOCK_N)
+    if GATED:  # eight lines of gate, eight of up: a thread of the tensor cores then has both of a feature
+        within = line // 16 * 8 + line % 8
+        n = part * FEATURES + within
+        lines = line // 8 % 2 * features + n
+    else:
+        within, n = line, part * FEATURES + line
+        lines = n
+    return lines, (within < FEATURES) & (n < features)
+
+
+@triton.jit
+def tile_of(tiles, num_experts, features, max_tiles, ONE_TOKEN: tl.constexpr, FEATURES: tl.constexpr):
+    """(part of the features, expert or -1, first row and last row + 1) of a program."""
+    parts = tl.cdiv(features, FEATURES)
+    # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
+    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    if ONE_TOKEN:
+        chosen = tl.load(tiles + tile)
+        expert = tl.where((chosen >= 0) & (chosen < num_experts), chosen, -1).to(tl.int32)
+        first, last = tile, tile + 1
+    else:
+        expert = tl.load(tiles + tile)
+        first, last = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    return part, expert, first, last
+
+
+@triton.jit
+def write_answers(
+    acc,
+    out,
+    target,
+    here,
+    part,
+    features,
+    LIMIT: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Round a program's sums and store them, of gate and up what the gate makes of them, in the rows `target`.
+
+    LIMIT, if there is one: gate is at most that, and up between it and its negative.
+    """
+    dtype = out.dtype.element_ty
+    answer = round_to(acc, dtype)
+    if GATED:
+        if WEIGHT_FIRST:
+            halves = tl.permute(tl.reshape(answer, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+            gate, up = tl.split(halves)
+            gate, up = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M)), tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
+        else:
+            halves = tl.permute(tl.reshape(answer, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
+            gate, up = tl.split(halves)
+            gate, up = tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        activated = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+        answer = round_to(activated * up, dtype)
+        line = tl.arange(0, BLOCK_N // 2)
+    else:
+        line = tl.arange(0, BLOCK_N)
+    n = part * FEATURES + line
+    live = (line < FEATURES) & (n < features)
+    far = target.to(tl.int64) * features
+    if WEIGHT_FIRST:
+        tl.store(out + far[None, :] + n[:, None], answer, mask=here[None, :] & live[:, None])
+    else:
+        tl.store(out + far[:, None] + n[None, :], answer, mask=here[:, None] & live[None, :])
+
+
+@triton.jit
 def _multiply_rows(
     x,
     w,
@@ -174,6 +206,7 @@ def _multiply_rows(
     K,
     x_row,
     top_k,
+    LIMIT: tl.constexpr,
     GATED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
@@ -190,19 +223,14 @@ def _multiply_rows(
     here = row < last
     pair = row if ONE_TOKEN else tl.load(order + row, mask=here, other=0)
 
-    line = tl.arange(0, BLOCK_N)
-    if GATED:  # eight lines of gate, eight of up: a thread of the tensor cores then has both of a feature
-        n = part * FEATURES + line // 16 * 8 + line % 8
-        weight_line, within = line // 8 % 2 * features + n, line // 16 * 8 + line % 8 < FEATURES
+    line, live = lines_of(part, features, GATED, BLOCK_N, FEATURES)
+    if GATED:
         source, target, height = pair // top_k, row, 2 * features
     else:
-        n = part * FEATURES + line
-        weight_line, within = n, line < FEATURES
         source, target, height = row, pair, features
-    live = within & (n < features)
     column = tl.arange(0, STEP)
     x_at = x + source.to(tl.int64)[:, None] * x_row + column[None, :]
-    w_at = w + (expert.to(tl.int64) * height + weight_line)[:, None] * K + column[None, :]
+    w_at = w + (expert.to(tl.int64) * height + line)[:, None] * K + column[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, bound(K), STEP, num_stages=STAGES):
         if EVEN_K:
@@ -218,28 +246,7 @@ def _multiply_rows(
             acc = dot(x_tile, tl.trans(w_tile), acc, PRECISION)
 
     let_next_kernel_start()  # earlier, its programs would lie unevenly between these
-    dtype = out.dtype.element_ty
-    answer = round_to(acc, dtype)
-    if GATED:
-        if WEIGHT_FIRST:
-            halves = tl.permute(tl.reshape(answer, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
-            gate, up = tl.split(halves)
-            gate, up = tl.reshape(gate, (BLOCK_N // 2, BLOCK_M)), tl.reshape(up, (BLOCK_N // 2, BLOCK_M))
-        else:
-            halves = tl.permute(tl.reshape(answer, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
-            gate, up = tl.split(halves)
-            gate, up = tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
-        gate = gate.to(tl.float32)
-        activated = round_to(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
-        answer = round_to(activated * up.to(tl.float32), dtype)
-        line = tl.arange(0, BLOCK_N // 2)
-        n = part * FEATURES + line
-        live = (line < FEATURES) & (n < features)
-    far = target.to(tl.int64) * features
-    if WEIGHT_FIRST:
-        tl.store(out + far[None, :] + n[:, None], answer, mask=here[None, :] & live[:, None])
-    else:
-        tl.store(out + far[:, None] + n[None, :], answer, mask=here[:, None] & live[None, :])
+    write_answers(acc, out, target, here, part, features, LIMIT, GATED, WEIGHT_FIRST, BLOCK_M, BLOCK_N, FEATURES)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -255,6 +262,7 @@ def experts_kernel(
     x_row,
     top_k,
     max_tiles,
+    LIMIT: tl.constexpr,
     GATED: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
@@ -269,24 +277,16 @@ def experts_kernel(
     """A tile of rows of one expert times FEATURES output features of its weight.
 
     GATED: x [num_tokens, K], w [num_experts, 2 * features, K] -> silu(gate) * up in out [num_pairs, features], whose
-    rows are in `order`; gate and up are rounded first, and so is silu. Else x is such an out, w [num_experts,
-    features, K], and out [num_pairs, features] has the pairs in their own order.
+    rows are in `order`; gate and up are rounded first, then kept within LIMIT if that is given, and silu is rounded
+    too. Else x is such an out, w [num_experts, features, K], and out [num_pairs, features] has the pairs in their own
+    order.
 
     K is added up from first to last in one float32 accumulator, whatever the tile. FEATURES may be fewer than the
     tile has room for (BLOCK_N, or half of it if GATED): the rest is neither read nor written. ONE_TOKEN: pairs are in
     order as they are, one per tile, and tiles is their expert_ids.
     """
     wait_only()
-    parts = tl.cdiv(features, FEATURES)
-    # All features of a tile after each other, so that the tiles of one expert find its weight in the L2 cache.
-    tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    if ONE_TOKEN:
-        chosen = tl.load(tiles + tile)
-        expert = tl.where((chosen >= 0) & (chosen < num_experts), chosen, -1).to(tl.int32)
-        first, last = tile, tile + 1
-    else:
-        expert = tl.load(tiles + tile)
-        first, last = tl.load(tiles + max_tiles + tile), tl.load(tiles + 2 * max_tiles + tile)
+    part, expert, first, last = tile_of(tiles, num_experts, features, max_tiles, ONE_TOKEN, FEATURES)
     if expert < 0:
         return
     # A tile that is half empty, as an expert's last may be, costs half.
@@ -304,6 +304,7 @@ def experts_kernel(
             K,
             x_row,
             top_k,
+            LIMIT,
             GATED,
             ONE_TOKEN,
             WEIGHT_FIRST,
@@ -329,6 +330,7 @@ def experts_kernel(
             K,
             x_row,
             top_k,
+            LIMIT,
             GATED,
             ONE_TOKEN,
             WEIGHT_FIRST,
