@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rorqual.batch import Batch, CacheView
 from rorqual.config import EngineConfig
 from rorqual.engine.device_timing import CACHE_BYTES, call_us
 from rorqual.engine.model_runner import ModelRunner
-from rorqual.engine.op_report import first_layers
+from rorqual.engine.op_report import first_layers, layers_of_all_kinds
 from rorqual.engine.op_work import op_work
 from rorqual.engine.resolved_config import ResolvedConfig, resolve
 from rorqual.engine.roofline import ModelCost, Work, model_cost
@@ -88,7 +89,8 @@ class LayerBench:
         hf_config = {**checkpoint.config, **config.hf_overrides}
         cost: ModelCost = model_cost(hf_config, resolve(config, hf_config, checkpoint.integer_formats))
         smallest = cost.dense_bytes / self.num_layers / 6  # one of four products has about that share
-        return min(self.num_layers, max(2, math.ceil(max(CACHE_BYTES.values()) / smallest)))
+        enough = math.ceil(max(CACHE_BYTES.values()) / smallest)
+        return min(self.num_layers, max(layers_of_all_kinds(hf_config), enough))
 
     @torch.inference_mode()
     def time_step(self, shape: StepShape, *, on_op: Callable[[], Any] = lambda: None) -> list[OpTiming]:
@@ -108,22 +110,29 @@ class LayerBench:
 
 
 def made_up_batch(resolved: ResolvedConfig, shape: StepShape, *, vocab_size: int) -> Batch:
-    """A step on random tokens, whose sequences hold the first blocks of every cache group, one after the other."""
-    device, size = resolved.device, resolved.block_size
-    blocks = -(-shape.context // size)
-    tables = torch.arange(shape.num_seqs * blocks, dtype=torch.int32).view(shape.num_seqs, blocks)
-    positions = torch.arange(shape.context - shape.length, shape.context).repeat(shape.num_seqs)
-    owner = torch.arange(shape.num_seqs).repeat_interleave(shape.length)
-    slots = tables[owner, positions // size].long() * size + positions % size
+    """A step on random tokens, whose sequences hold the first blocks of every cache group, one after the other: as many
+    as they would hold then, so that a group with a retention has none of what is far behind.
+    """
+    device = resolved.device
+    start = shape.context - shape.length
+    positions = np.tile(np.arange(start, shape.context), shape.num_seqs)
+    owner = np.repeat(np.arange(shape.num_seqs), shape.length)
     ends = torch.arange(1, shape.num_seqs + 1) * shape.length
     generator = torch.Generator().manual_seed(0)
-    view = CacheView(slots.to(device), tables.to(device))
+    caches = []
+    for group, paging, num_blocks in zip(resolved.groups, resolved.paging, resolved.num_blocks, strict=True):
+        retention, last = group.spec.retention, paging.blocks_for(shape.context)
+        first = 0 if retention is None else retention.first_kept(start) // paging.block_tokens
+        tables = np.zeros((shape.num_seqs, last), np.int32)
+        tables[:, first:] = np.arange(shape.num_seqs * (last - first)).reshape(shape.num_seqs, -1) % num_blocks
+        slots = paging.slots(tables[owner, positions // paging.block_tokens], positions)
+        caches.append(CacheView(torch.from_numpy(slots).to(device), torch.from_numpy(tables).to(device)))
     return Batch(
         input_ids=torch.randint(0, vocab_size, (len(positions),), generator=generator).to(device),
-        positions=positions.to(device),
+        positions=torch.from_numpy(positions).to(device),
         cu_seqlens_q=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int().to(device),
         context_lens=torch.full((shape.num_seqs,), shape.context, dtype=torch.int32, device=device),
-        caches=(view,) * len(resolved.groups),
+        caches=tuple(caches),
         logits_indices=(ends - 1).to(device),
         query_lens=(shape.length,) * shape.num_seqs,
         context_lens_host=(shape.context,) * shape.num_seqs,

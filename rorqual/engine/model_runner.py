@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from rorqual.batch import Batch, CacheView
+from rorqual.cache.spec import KVSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
 from rorqual.engine.cuda_graphs import Decoded, DecodeGraphs, graph_sizes
@@ -46,7 +47,15 @@ _log = logging.getLogger(__name__)
 
 _BACKENDS = {"cpu": ("native", "cpu"), "cuda": ("vendor", "triton")}
 """Device -> the folders of ops/ whose kernels serve it."""
-_OPS_THAT_WAIT = ("paged_attention", "store_kvcache", "fused_experts")
+_OPS_THAT_WAIT = (
+    "compress_rows",
+    "fused_experts",
+    "paged_attention",
+    "row_attention",
+    "select_rows",
+    "store_kvcache",
+    "store_rows",
+)
 """Ops whose references ask the device for numbers, which a CUDA graph cannot record."""
 _FAR_LONGER = 2
 """How many times a step's launches must fit in it to be hidden for sure."""
@@ -162,7 +171,9 @@ class ModelRunner:
         """What runs beside the cache needs, seen on a trial cache."""
         self.run(self._idle_batch((1, 2)))  # compiles what is compiled, beside which nothing else should count
         activations = memory.peak_of(self._largest_step)
-        self._prompt_sizes = self._sizes_bound_by_launches() if self._uses_graphs else []
+        # Steps with prompts are cut at paged attention; other kinds, whose shapes are each step's own too, run as told.
+        records_prompts = self._uses_graphs and all(isinstance(g.spec, KVSpec) for g in self.resolved.groups)
+        self._prompt_sizes = self._sizes_bound_by_launches() if records_prompts else []
         graphs = self._graph_bytes(memory)
         del self.kv
         start, loaded = self._readings
@@ -224,7 +235,9 @@ class ModelRunner:
             progress=progress,
         )
 
-    def _capture_prompts(self, sizes: Sequence[int], *, progress: bool) -> PromptGraphs:
+    def _capture_prompts(self, sizes: Sequence[int], *, progress: bool) -> PromptGraphs | None:
+        if not sizes:
+            return None
         return PromptGraphs(
             lambda batch: self.model(batch, self.kv),
             sizes=sizes,

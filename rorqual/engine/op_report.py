@@ -12,9 +12,14 @@ from rorqual.loader.source import resolve_model
 from rorqual.ops.registry import Op, watch
 from rorqual.sampling_params import SamplingParams
 
-_NUM_LAYERS = 2
 _LARGEST_VOCABULARY = 8192
-"""Kernels do not ask for more layers or a larger vocabulary than this."""
+"""Kernels do not ask for a larger vocabulary than this."""
+_PER_LAYER = ("layer_types", "mlp_layer_types", "compress_ratios")
+"""Keys of a config.json with an entry for each layer."""
+_LEADING = ("first_k_dense_replace", "num_hash_layers")
+"""Those that count leading layers of another kind."""
+_FEWEST, _MOST = 2, 8
+"""Layers that are enough where all are alike, and those that no pattern is followed beyond."""
 _KINDS = (
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
     SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4, ignore_eos=True),
@@ -33,19 +38,33 @@ class OpVerdict(NamedTuple):
 def first_layers(hf_config: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The keys of a config.json that make it the model's first layers alone."""
     changes: dict[str, Any] = {"num_hidden_layers": count}
-    if isinstance(hf_config.get("layer_types"), list):
-        changes["layer_types"] = hf_config["layer_types"][:count]
+    changes |= {key: hf_config[key][:count] for key in _PER_LAYER if isinstance(hf_config.get(key), list)}
     return changes
 
 
+def layers_of_all_kinds(hf_config: Mapping[str, Any]) -> int:
+    """How many of the first layers have one of each kind among them."""
+    most: int = hf_config["num_hidden_layers"]
+    count = _FEWEST
+    for key in _PER_LAYER:
+        if isinstance(hf_config.get(key), list):
+            kinds = hf_config[key][:most]
+            count = max(count, *(kinds.index(kind) + 1 for kind in kinds))
+    for key in _LEADING:
+        if isinstance(leading := hf_config.get(key), int):
+            count = max(count, leading + 1)
+    return min(count, most, _MOST)
+
+
 def op_report(config: EngineConfig) -> list[OpVerdict]:
-    """Run prompts and decode steps through two layers of the model with made-up weights; what each op answered.
+    """Run prompts and decode steps through some layers of the model with made-up weights; what each op answered.
 
     Widths, heads, number formats and device are the model's own. A backend that takes some calls and refuses others
     gets one row for each answer. Raises ValueError as the engine does.
     """
     hf_config = open_checkpoint(resolve_model(config.model, revision=config.revision), load_format="dummy").config
-    small = first_layers(hf_config, _NUM_LAYERS)
+    whole = {**hf_config, **config.hf_overrides}
+    small = first_layers(whole, layers_of_all_kinds(whole))
     if hf_config.get("vocab_size", 0) > _LARGEST_VOCABULARY:
         small["vocab_size"] = _LARGEST_VOCABULARY
     changes = {

@@ -11,6 +11,7 @@ import torch
 
 from rorqual.batch import Batch
 from rorqual.engine.roofline import ExpertsCost, Work, visible_keys
+from rorqual.engine.row_work import ROW_COUNTS
 from rorqual.ops.registry import Op
 from rorqual.quantization import QTensor
 
@@ -145,7 +146,7 @@ def _tensors(found: Any) -> Iterator[torch.Tensor | QTensor]:
             yield from _tensors(each)
 
 
-_COUNTS: dict[str, Callable[[Arguments, Any], Work]] = {
+_COUNTS: dict[str, Callable[[Arguments, Any], Work]] = ROW_COUNTS | {
     "attention_block": _attention_block,
     "embedding": _embedding,
     "fused_experts": _fused_experts,

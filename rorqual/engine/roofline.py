@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rorqual.cache.spec import KVSpec
 from rorqual.engine.resolved_config import ResolvedConfig
-from rorqual.layers.decoder import SelfAttention
+from rorqual.layers.compressed_attention import CompressedAttention, cache_specs
+from rorqual.layers.decoder import Placement, SelfAttention
+from rorqual.layers.deepseek_moe import DeepseekMoE
 from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from rorqual.layers.mla import LatentUpProjection, MLAttention
 from rorqual.layers.moe import SparseMoE
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.layer import Layer
@@ -49,17 +51,55 @@ class Limits(NamedTuple):
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
 
+class Seen(NamedTuple):
+    """Rows of one kind of cache that a query meets."""
+
+    bytes_per_row: float
+    flops_per_row: float
+    """Of one query."""
+    tokens_per_row: int = 1
+    window: int | None = None
+    """Tokens, the query's own included; None is all."""
+    most: int | None = None
+    """Rows, where some are chosen."""
+    prompt_flops_per_row: float | None = None
+    """Where prompts need fewer."""
+
+    def rows(self, contexts: NDArray[np.int64]) -> int:
+        """Rows that queries see together, each at the end of so many tokens."""
+        seen = contexts if self.window is None else np.minimum(contexts, self.window)
+        seen = seen // self.tokens_per_row
+        return int((seen if self.most is None else np.minimum(seen, self.most)).sum())
+
+
 class AttentionCost(NamedTuple):
     """Layers of one kind of attention."""
 
     num_layers: int
-    num_heads: int
-    spec: KVSpec
+    seen: tuple[Seen, ...]
+    bytes_per_token: float = 0.0
+    """What each token writes and reads besides."""
 
-    def work(self, visible: int, stored: int) -> Work:
-        """`visible`: keys that all queries see together; `stored`: tokens whose keys and values move, in or out."""
-        num_bytes = self.num_layers * self.spec.bytes_per_row() * stored
-        return Work(num_bytes, self.num_layers * 4 * self.num_heads * self.spec.head_dim * visible)
+    def decode(self, contexts: NDArray[np.int64]) -> Work:
+        """One token for each sequence, which reads the rows that it sees."""
+        rows = [(part, part.rows(contexts)) for part in self.seen]
+        num_bytes = sum(part.bytes_per_row * count for part, count in rows) + self.bytes_per_token * len(contexts)
+        flops = sum(part.flops_per_row * count for part, count in rows)
+        return Work(self.num_layers * num_bytes, self.num_layers * flops)
+
+    def prefill(self, prompt_lens: Sequence[int]) -> Work:
+        """Whole prompts, whose rows move once."""
+        num_tokens = sum(prompt_lens)
+        num_bytes = num_tokens * (
+            self.bytes_per_token + sum(part.bytes_per_row / part.tokens_per_row for part in self.seen)
+        )
+        flops = 0.0
+        for length in prompt_lens:
+            contexts = np.arange(1, length + 1)
+            for part in self.seen:
+                each = part.flops_per_row if part.prompt_flops_per_row is None else part.prompt_flops_per_row
+                flops += each * part.rows(contexts)
+        return Work(self.num_layers * num_bytes, self.num_layers * flops)
 
 
 class ExpertsCost(NamedTuple):
@@ -103,19 +143,15 @@ class ModelCost:
     def decode_step(self, contexts: Sequence[int] | NDArray[np.int64]) -> Work:
         """One token for each sequence; `contexts` are the keys that each query sees, itself included."""
         work = self.weights(len(contexts), len(contexts))
-        sizes = np.asarray(contexts, np.int64)
         for kind in self.attention:
-            window = kind.spec.sliding_window
-            visible = int((sizes if window is None else np.minimum(sizes, window)).sum())
-            work = _sum(work, kind.work(visible, visible))
+            work = _sum(work, kind.decode(np.asarray(contexts, np.int64)))
         return work
 
     def prefill(self, prompt_lens: Sequence[int], *, num_steps: int = 1) -> Work:
         """Whole prompts in so many steps, with the logits of each one's last token."""
         work = self.weights(sum(prompt_lens), len(prompt_lens), num_steps=num_steps)
         for kind in self.attention:
-            visible = sum(visible_keys(length, kind.spec.sliding_window) for length in prompt_lens)
-            work = _sum(work, kind.work(visible, sum(prompt_lens)))
+            work = _sum(work, kind.prefill(prompt_lens))
         return work
 
 
@@ -138,7 +174,7 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
     """Count a model, held in the formats that an engine has settled on. Allocates nothing."""
     model = build_model(hf_config, resolved.placement(torch.device("meta"), 1))
     assert isinstance(model, torch.nn.Module)
-    attention: Counter[tuple[int, KVSpec]] = Counter()
+    attention: Counter[tuple[tuple[Seen, ...], float]] = Counter()
     experts: Counter[tuple[int, int, float, float]] = Counter()
     inside_experts: set[torch.nn.Module] = set()
     dense_bytes = dense_values = head_bytes = head_values = 0
@@ -149,14 +185,25 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
             head_bytes, head_values = _bytes_of(module), _values_of(module)
             continue
         if isinstance(module, SelfAttention):
-            attention[module.qkv_proj.num_heads, module.spec] += 1
-        elif isinstance(module, SparseMoE):
-            parts, count = set(module.experts.modules()), module.gate.num_rows
+            attention[_of_keys(module)] += 1
+        elif isinstance(module, MLAttention):
+            attention[_of_latents(module)] += 1
+        elif isinstance(module, CompressedAttention):
+            attention[_of_entries(module, resolved.placement(torch.device("meta"), 1))] += 1
+        elif isinstance(module, SparseMoE | DeepseekMoE):
+            parts = set(module.experts.modules())
+            count, top_k = (
+                (module.gate.num_rows, module.top_k)
+                if isinstance(module, SparseMoE)
+                else (module.gate.num_experts, module.gate.top_k)
+            )
             num_bytes, num_values = (sum(map(of, parts)) / count for of in (_bytes_of, _values_of))
-            experts[count, module.top_k, num_bytes, num_values] += 1
+            experts[count, top_k, num_bytes, num_values] += 1
             inside_experts |= parts
-        dense_bytes += _bytes_of(module)
         dense_values += _values_of(module)
+        # Loaded in the checkpoint's format, and then kept in plain numbers.
+        unpacked = isinstance(module, LatentUpProjection)
+        dense_bytes += _values_of(module) * resolved.dtype.itemsize if unpacked else _bytes_of(module)
     return ModelCost(
         dense_bytes=dense_bytes,
         dense_values=dense_values,
@@ -165,6 +212,46 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
         attention=tuple(AttentionCost(layers, *kind) for kind, layers in attention.items()),
         experts=tuple(ExpertsCost(layers, *kind) for kind, layers in experts.items()),
     )
+
+
+def _of_keys(layer: SelfAttention) -> tuple[tuple[Seen, ...], float]:
+    spec = layer.spec
+    flops = 4 * layer.qkv_proj.num_heads * spec.head_dim
+    return (Seen(spec.bytes_per_row(), flops, window=spec.sliding_window),), 0.0
+
+
+def _of_latents(layer: MLAttention) -> tuple[tuple[Seen, ...], float]:
+    """Absorbed where answers go on; a prompt's pairs as few operations as its expanded keys and values take."""
+    config, (latent, *index) = layer.config, layer.spec.parts
+    absorbed, expanded = (
+        2 * layer.num_heads * width
+        for width in (
+            2 * config.kv_lora_rank + config.qk_rope_head_dim,
+            config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim,
+        )
+    )
+    most = None if config.index is None else config.index.topk
+    seen = [Seen(latent.bytes, absorbed, most=most, prompt_flops_per_row=min(absorbed, expanded))]
+    if config.index is not None:
+        seen.append(Seen(index[0].bytes, 2 * config.index.n_heads * (config.index.head_dim + 1)))
+    return tuple(seen), 0.0
+
+
+def _of_entries(layer: CompressedAttention, place: Placement) -> tuple[tuple[Seen, ...], float]:
+    """A window; entries, all or the best of them, and their index keys; each token's state, written once and read by
+    the entries that it is part of."""
+    shape, kind = layer.shape, layer.kind
+    window, *compressed = cache_specs(shape, kind, place)
+    flops = 4 * layer.num_heads * shape.head_dim
+    seen = [Seen(window.bytes_per_row(), flops, window=shape.sliding_window)]
+    if not compressed:
+        return tuple(seen), 0.0
+    (entry, *index), states = compressed[0].parts, compressed[1]
+    seen.append(Seen(entry.bytes, flops, kind.ratio, most=shape.index_topk if kind.sparse else None))
+    if index:
+        index_flops = 2 * shape.index_n_heads * (shape.index_head_dim + 1)
+        seen.append(Seen(index[0].bytes, index_flops, kind.ratio))
+    return tuple(seen), float(states.bytes_per_row() * (1 + kind.spans))
 
 
 def workload_floor(

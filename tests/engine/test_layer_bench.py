@@ -54,6 +54,21 @@ def test_parts_do_the_work_of_the_whole_step(name, shape):
     assert not [each.op for each in parts if each.work is None]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("shape", [StepShape(3, 1, 300), StepShape(2, 10, 10)])
+def test_parts_of_layers_over_rows_do_the_work_of_the_whole_step(name, shape):
+    """All but streams and pooling, which the model's cost leaves out."""
+    config = EngineConfig(model=str(checkpoint_folder(name)), dtype="float32", threads=1, block_size=4)
+    bench = LayerBench(config, [shape])
+    timings = bench.time_step(shape)
+    assert not [each.op for each in timings if each.work is None]
+    left_out = {"merge_streams", "compress_rows"}
+    parts = [each for each in timings if each.is_part and each.op not in left_out]
+    cost = model_cost(open_checkpoint(checkpoint_folder(name)).config, bench.resolved)
+    whole = cost.decode_step([shape.context] * 3) if shape.length == 1 else cost.prefill([10, 10])
+    assert sum(each.num_calls * each.work.flops for each in parts) == whole.flops
+
+
 def test_calls_alike_in_all_layers_are_one_line_and_take_turns():
     timings = bench_of("llama").time_step(DECODE)
     (down,) = [each for each in timings if each.op == "linear" and each.shapes.startswith("3x80")]

@@ -6,7 +6,18 @@ import torch
 
 from rorqual.config import EngineConfig
 from rorqual.engine.model_runner import resolve
-from rorqual.engine.roofline import ExpertsCost, Limits, ModelCost, Work, model_cost, visible_keys, workload_floor
+from rorqual.engine.roofline import (
+    AttentionCost,
+    ExpertsCost,
+    Limits,
+    ModelCost,
+    Seen,
+    Work,
+    model_cost,
+    visible_keys,
+    workload_floor,
+)
+from tests.tiny import DEEPSEEK_CONFIGS
 
 DENSE = {
     "model_type": "llama",
@@ -55,7 +66,7 @@ def test_sizes_of_a_dense_model_with_a_tied_head():
     assert cost.dense_bytes == 2 * (2 * LAYER + NORMS) == 31040
     assert (cost.head_values, cost.head_bytes) == (HEAD, 2 * HEAD)
     (attention,) = cost.attention
-    assert (attention.num_layers, attention.num_heads, attention.spec.bytes_per_row()) == (2, 4, KV)
+    assert attention == AttentionCost(2, (Seen(KV, PER_KEY),))
     assert cost.experts == ()
 
 
@@ -92,7 +103,7 @@ def test_layers_with_and_without_window_are_counted_each():
         "max_window_layers": 1,
     }
     cost, _ = counted(config)
-    assert [(kind.num_layers, kind.spec.sliding_window) for kind in cost.attention] == [(1, None), (1, 4)]
+    assert [(kind.num_layers, kind.seen[0].window) for kind in cost.attention] == [(1, None), (1, 4)]
     whole, _ = counted(config | {"use_sliding_window": False})
     assert whole.decode_step([10]).num_bytes - cost.decode_step([10]).num_bytes == KV * 6
 
@@ -175,4 +186,34 @@ def test_published_sizes():
     assert resolved.dtype == torch.bfloat16
     assert cost.dense_values + cost.head_values == pytest.approx(0.6e9, rel=0.01)  # Qwen3-0.6B
     (attention,) = cost.attention
-    assert attention.num_layers * attention.spec.bytes_per_row() == 112 * 1024  # a token's keys and values
+    assert attention.num_layers * attention.seen[0].bytes_per_row == 112 * 1024  # a token's keys and values
+
+
+def test_latents_are_read_whole_or_by_index_and_prompts_may_expand_them():
+    """Rank 32 and 8 rotated channels for 4 heads of 16 + 8, values of 12; 16 index heads of 16 choose 24 tokens."""
+    absorbed, expanded = 2 * 4 * (2 * 32 + 8), 2 * 4 * (16 + 8 + 12)
+    for name, most, index in (("deepseek_v3", None, ()), ("deepseek_v32", 24, (Seen(16 * 2, 2 * 16 * 17),))):
+        model_type, options = DEEPSEEK_CONFIGS[name]
+        cost, resolved = counted({"model_type": model_type, **options})
+        latent = Seen(40 * 2, absorbed, most=most, prompt_flops_per_row=expanded)
+        assert cost.attention == (AttentionCost(3, (latent, *index)),)
+        assert [(kind.num_layers, kind.num_experts, kind.top_k) for kind in cost.experts] == [(2, 16, 4)]
+        (group,) = resolved.groups
+        assert group.bytes_per_row() == 3 * sum(part.bytes_per_row for part in (latent, *index))
+
+
+def test_entries_stand_for_several_tokens_and_states_move_besides():
+    """Heads of 32 over a window of 128; ratio 4 with 16 entries of the index's choice, ratio 128 with all."""
+    model_type, options = DEEPSEEK_CONFIGS["deepseek_v4"]
+    cost, _ = counted({"model_type": model_type, **options})
+    window = Seen(64, 4 * 4 * 32, window=128)
+    sparse = Seen(64, 4 * 4 * 32, tokens_per_row=4, most=16)
+    keys = Seen(32, 2 * 16 * 17, tokens_per_row=4)
+    heavy = Seen(64, 4 * 4 * 32, tokens_per_row=128)
+    assert cost.attention == (
+        AttentionCost(2, (window,)),
+        AttentionCost(2, (window, sparse, keys), bytes_per_token=3 * 4 * (4 * 32 + 4 * 16)),
+        AttentionCost(1, (window, heavy), bytes_per_token=2 * 4 * 2 * 32),
+    )
+    contexts = np.array([300, 5])
+    assert [part.rows(contexts) for part in (window, sparse, keys, heavy)] == [128 + 5, 16 + 1, 75 + 1, 2]
