@@ -52,7 +52,7 @@ def load_kv(
             )
         rows = slice(row, row + end - begin)
         if isinstance(result, QTensor):
-            for target, view in zip((result.values, result.scales), views, strict=True):
+            for target, view in zip((result.values, result.scales), views[:2], strict=True):
                 assert view is not None
                 target[rows] = 0 if block < 0 else view[block, begin:end]
         elif block < 0:

@@ -31,7 +31,7 @@ def test_load_reads_what_the_bytes_stand_for(record, load):
     got = load(cache, segment_tensor(PLAN), PLAN_ROWS, record=record)
     rows = {s.row + i: (s.block, s.begin + i) for s in PLAN for i in range(s.end - s.begin)}
     assert sorted(rows) == list(range(PLAN_ROWS))
-    values, scales = record.split(cache)
+    values, scales, _ = record.split(cache)
     for row, (block, slot) in rows.items():
         if not record.interleaved:
             assert isinstance(got, QTensor)
