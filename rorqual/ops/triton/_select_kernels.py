@@ -12,6 +12,7 @@ registers while the lowest that is kept is found by halving; counts are integers
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +21,9 @@ from rorqual.ops.triton._dependent_launch import wait_for_earlier_kernels
 from rorqual.ops.triton._interpreter import bound, dot
 from rorqual.ops.triton._number_formats import e2m1_value, e4m3_value, ue8m0_value
 from rorqual.ops.triton.launch import INTERPRETING
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Plain numbers that kernels read."""
 
 _INTERPRETING = tl.constexpr(INTERPRETING)
 _GROUP_BYTES = tl.constexpr(16)

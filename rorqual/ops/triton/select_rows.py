@@ -10,17 +10,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from rorqual.batch import Batch
 from rorqual.ops.row_attention import RowRange, seq_of_token
 from rorqual.ops.row_cache import RowCache
 from rorqual.ops.select_rows import select_rows
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
-from rorqual.ops.triton._select_kernels import scores_kernel, select_kernel
+from rorqual.ops.triton._select_kernels import DTYPES, scores_kernel, select_kernel
 from rorqual.ops.triton.launch import refuses
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _LARGEST_DIM, _MOST_HEADS = 256, 128
 _BUFFER = 64 << 20
 """Scores that are kept at once: 256 MiB."""
@@ -43,11 +41,23 @@ class ScoreTile(NamedTuple):
     stages: int
 
 
-_ANSWER = ScoreTile(128, 1, 4, 3)
-_PROMPT = ScoreTile(256, 16, 8, 3)
-# Four warps or more with 64 rows or more each four: one kind of instruction (wgmma), so that a token's scores do not
-# depend on whether it came as an answer's or as a prompt's.
-_ANSWER_FLOAT32, _PROMPT_FLOAT32 = ScoreTile(64, 1, 4, 1), ScoreTile(64, 16, 4, 1)
+class ScoreTiles(NamedTuple):
+    """Of tokens of answers and of prompts."""
+
+    answer: ScoreTile
+    prompt: ScoreTile
+
+
+# Four warps or more, with 64 rows or more for each four: one kind of instruction (wgmma), so that a token's scores do
+# not depend on whether it came as an answer's or as a prompt's. Plain keys go to the tensor cores from shared memory,
+# where they stay longer than those that are decoded in registers: these are read further ahead.
+TILES: dict[str, ScoreTiles] = {
+    "": ScoreTiles(ScoreTile(128, 1, 4, 3), ScoreTile(256, 16, 8, 3)),
+    "e4m3": ScoreTiles(ScoreTile(128, 1, 4, 4), ScoreTile(256, 16, 8, 3)),
+    "e2m1": ScoreTiles(ScoreTile(128, 1, 4, 5), ScoreTile(256, 16, 8, 3)),
+}
+"""By what keys are."""
+_FLOAT32 = ScoreTiles(ScoreTile(64, 1, 4, 1), ScoreTile(64, 16, 4, 1))
 """For tests mostly: exact products, without tensor cores."""
 
 
@@ -68,7 +78,7 @@ def _refuse(
         return f"needs a top_k of 1 to {_CHUNK // 2}, got {top_k}"
     if query.shape[2] > _LARGEST_DIM or query.shape[1] > _MOST_HEADS:
         return f"needs up to {_MOST_HEADS} heads of up to {_LARGEST_DIM} channels, got {list(query.shape[1:])}"
-    if query.dtype not in _DTYPES or (keys.record is None and keys.data.dtype not in _DTYPES):
+    if query.dtype not in DTYPES or (keys.record is None and keys.data.dtype not in DTYPES):
         return f"does not know queries of {query.dtype} beside keys of {keys.data.dtype}"
     if weights.dtype != torch.float32 or rows.stop.dtype != torch.int32 or rows.block_tables.dtype != torch.int32:
         return "needs weights of float32, and stops and block tables of int32"
@@ -129,7 +139,7 @@ def _score(
     values, scales, element, scale_steps = _views(keys)
     same = values.dtype == query.dtype or (element != "" and query.dtype == torch.bfloat16)
     compute = query.dtype if same else torch.float32
-    answer, prompt = (_ANSWER, _PROMPT) if compute != torch.float32 else (_ANSWER_FLOAT32, _PROMPT_FLOAT32)
+    answer, prompt = _FLOAT32 if compute == torch.float32 else TILES[element]
     steps = (*query.stride()[:2], weights.stride(0), *values.stride()[:2], *scale_steps, rows.block_tables.stride(0))
 
     def launch(tile: ScoreTile, first_seq: int, groups: int, seqs: int) -> None:
@@ -157,7 +167,7 @@ def _score(
             ROWS_PER_BLOCK=keys.rows_per_block,
             TOKENS=tile.tokens,
             TILE=tile.tile,
-            COMPUTE=_DTYPES[compute],
+            COMPUTE=DTYPES[compute],
             STAGES=tile.stages,
             num_warps=tile.warps,
             launch_pdl=DEPENDENT_LAUNCH,
