@@ -4,6 +4,8 @@ company is, and near to formulas in float64.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ from rorqual.ops.decoder_blocks import Norm, Product
 from rorqual.ops.linear import linear, prepare_weight
 from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts, route_softmax, sparse_moe_block
 from rorqual.ops.native.library import usable_isas, using
-from rorqual.ops.registry import load_backends
-from rorqual.quantization import FP8_BLOCK
+from rorqual.ops.registry import load_backends, watch
+from rorqual.ops.silu_and_mul import silu_and_mul
+from rorqual.quantization import FP8_BLOCK, FP8_BLOCK_UE8M0, FP8_ROW_UE8M0, MXFP4, QTensor, QuantFormat
 from rorqual.quantization.integer import Q4_1, Q8_0, IntegerStack, IntegerWeight
 from tests.ops.cases import normal
 from tests.ops.values import every_other
@@ -209,6 +212,79 @@ def test_what_the_kernel_does_not_take():
     assert "or float32 weights, got" in refusal(chosen=Routing(chosen.expert_ids, chosen.weights.double()))
     with using(None):
         assert "switched off" in refusal()
+
+
+# --- experts in FP8 and FP4
+
+
+PACKED = pytest.mark.parametrize("format", [MXFP4, FP8_BLOCK_UE8M0, FP8_BLOCK], ids=lambda format: format.name)
+
+
+def packed(format: QuantFormat, activation: QuantFormat | None = None) -> tuple[ExpertWeights, ExpertWeights]:
+    """Experts that are kept in a format, and the same ones dequantised to bfloat16."""
+    made = [
+        [QTensor.quantize(normal(rows, columns, seed=50 + e) * columns**-0.5, format) for e in range(NUM_EXPERTS)]
+        for rows, columns in ((256, 256), (256, 128))
+    ]
+    kept, plain = (
+        [tuple(prepare_weight(each(weight)) for weight in weights) for weights in made]
+        for each in (lambda weight: weight, lambda weight: weight.dequantize(BF16))
+    )
+    return ExpertWeights(*kept, activation, 1.5), ExpertWeights(*plain, None, 1.5)
+
+
+@ISAS
+@PACKED
+@pytest.mark.parametrize("num_tokens", [1, 4, 60])
+def test_packed_experts_are_the_dequantised_ones_to_the_bit(isa, format, num_tokens):
+    x = normal(num_tokens, 256, seed=7, dtype=BF16)
+    with using(isa):
+        experts, plain = packed(format)
+        assert torch.equal(fused_experts(x, experts, routing(num_tokens)), fused_experts(x, plain, routing(num_tokens)))
+
+
+@ISAS
+@PACKED
+def test_a_token_gets_the_same_of_packed_experts_alone(isa, format):
+    x, chosen = normal(40, 256, seed=7, dtype=BF16), wide(routing(40))
+    with using(isa):
+        experts, _ = packed(format, FP8_ROW_UE8M0)
+        together = fused_experts(x, experts, chosen)
+        for i in range(40):
+            alone = Routing(*(part[i : i + 1] for part in chosen))
+            assert torch.equal(fused_experts(x[i : i + 1], experts, alone)[0], together[i])
+
+
+@pytest.mark.parametrize("how", ["native", "cpu", "reference"])
+@PACKED
+def test_inputs_of_packed_experts_are_rounded_before_each_product(how, format):
+    x, chosen = normal(9, 256, seed=7, dtype=BF16), routing(9, top_k=1)
+    ones = Routing(chosen.expert_ids, torch.ones(9, 1))
+    with nullcontext() if how == "native" else using(None):
+        experts, plain = packed(format, FP8_ROW_UE8M0)
+        got = (fused_experts.reference if how == "reference" else fused_experts)(x, experts, ones)
+
+        def rounded(values: torch.Tensor) -> torch.Tensor:
+            return QTensor.quantize(values, FP8_ROW_UE8M0).dequantize(BF16)
+
+        for i, expert in enumerate(chosen.expert_ids[:, 0].tolist()):
+            hidden = silu_and_mul(linear(rounded(x[i : i + 1]), plain.gate_up[expert]), limit=1.5)
+            want = linear(rounded(hidden), plain.down[expert])[0]
+            assert (got[i] - want).abs().max() < 2**-5 * want.abs().max()
+
+
+@PACKED
+def test_only_experts_that_are_hit_are_computed_and_each_once(format):
+    experts, _ = packed(format)
+    ids = torch.tensor([[4, 2], [2, 7], [4, 7], [7, 2]])
+    calls = []
+    with watch(lambda op, _backend, _verdicts: calls.append(op.name)):
+        fused_experts(normal(4, 256, dtype=BF16), experts, Routing(ids, torch.ones(4, 2)))
+    assert calls.count("linear") == 2 * 3
+    nan = torch.full((256, 256), float("nan"), dtype=BF16)
+    spoilt = tuple(weight if e in (2, 4, 7) else nan for e, weight in enumerate(experts.gate_up))
+    chosen = Routing(ids, torch.ones(4, 2))
+    assert fused_experts(normal(4, 256, dtype=BF16), ExpertWeights(spoilt, experts.down), chosen).isfinite().all()
 
 
 # --- with norm and router
