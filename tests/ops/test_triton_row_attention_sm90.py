@@ -1,7 +1,10 @@
-"""The kernel of attention over rows compiles for SM90, without a GPU: instructions and memory."""
+"""The kernels of attention over rows compile for SM90, without a GPU: instructions, memory, no spilled registers."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from rorqual.ops.triton import _hopper_row_attention_kernel as hopper  # noqa: E402
 from rorqual.ops.triton import row_attention as launches  # noqa: E402
 from tests.ops.row_attention_cases import row_attention_case  # noqa: E402
 
@@ -26,11 +31,11 @@ V4 = {"width": 512, "value_dim": 512, "heads": 64, "window": 128, "ratio": 4, "s
 class Recorded:
     """In a kernel's place: compiles what it is launched with, specialised as a launch would."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, source: Any = ASTSource) -> None:
+        self.kernel, self.source = kernel, source
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
             names, signature, hints = self.kernel.arg_names, {}, {}
             kept = {p.name for p in self.kernel.params if p.do_not_specialize}
             for position, (name, value) in enumerate(zip(names, args, strict=False)):
@@ -43,28 +48,57 @@ class Recorded:
                     hints[(position,)] = [["tt.divisibility", 16]]
             signature |= dict.fromkeys(constants, "constexpr")
             values = {(names.index(name),): value for name, value in constants.items()}
-            source = ASTSource(self.kernel, signature, values, hints)
+            source = self.source(self.kernel, signature, values, hints)
             options = {"num_warps": num_warps}
             self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
         return launch
 
 
-@pytest.mark.parametrize(
-    ("query_lens", "contexts", "case"),
-    [([1], [900], V3), ([1], [300], V3), ([1], [900], V3 | {"listed": 800}), ([1], [40], V4 | {"listed": 512})],
-    ids=["dense in spans", "dense", "list in spans", "window and list"],
-)
-def test_kernels_compile_for_sm90(
-    query_lens: list[int], contexts: list[int], case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+CASES = {
+    "dense in spans": ([1], [900], V3),
+    "dense": ([1], [300], V3),
+    "list in spans": ([1], [900], V3 | {"listed": 800}),
+    "window and list": ([1], [40], V4 | {"listed": 512}),
+    "window and entries in spans": ([1], [4000], V4),
+}
+
+
+def launch(name: str) -> None:
+    query_lens, contexts, case = CASES[name]
     args, options = row_attention_case(query_lens, contexts, dtype=torch.bfloat16, rows_per_block=16, **case)
+    launches.row_attention_triton(*args, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "window and entries in spans"])
+def test_kernels_compile_for_sm90(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, merge = (Recorded(getattr(launches, name)) for name in ("rows_kernel", "merge_kernel"))
     monkeypatch.setattr(launches, "rows_kernel", rows)
     monkeypatch.setattr(launches, "merge_kernel", merge)
-    launches.row_attention_triton(*args, **options)
+    launch(name)
     assert rows.compiled.metadata.shared <= SHARED_MEMORY
     code = rows.compiled.asm["ptx"]
     assert "cp.async" in code  # rows are read ahead
     assert "wgmma" in code
     assert "mma.sync" not in code
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_kernel_compiles_for_sm90(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = Recorded(hopper.hopper_rows_kernel, GluonASTSource)
+    monkeypatch.setattr(hopper, "hopper_rows_kernel", rows)
+    monkeypatch.setattr(launches, "merge_kernel", Recorded(launches.merge_kernel))
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    launch(name)
+    assert rows.compiled.metadata.shared <= SHARED_MEMORY
+    code = rows.compiled.asm["ptx"]
+    assert "cp.async.cg" in code  # 16 bytes at a time
+    assert "cp.async.ca" not in code
+    (tmp_path / "kernel.ptx").write_text(code)
+    assembler = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
+    command = [assembler, "-arch=sm_90a", "-v", "-o", str(tmp_path / "kernel.cubin"), str(tmp_path / "kernel.ptx")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in told  # products that wait for one another
+    spilled = [line for line in told.splitlines() if "bytes spill stores" in line]
+    assert len(spilled) == 1
+    assert int(spilled[0].split(",")[1].split()[0]) <= 16, spilled

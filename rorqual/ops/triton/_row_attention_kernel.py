@@ -22,10 +22,10 @@ from rorqual.ops.triton._number_formats import e4m3_value, round_to, ue8m0_value
 
 
 @triton.jit
-def _rows_seen(which, first, stop, token, which_row, LIST: tl.constexpr, LENGTH: tl.constexpr, FIRST: tl.constexpr):
+def _rows_seen(which, first, stop, token, which_row, LIST: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
+               FIRST: tl.constexpr):  # fmt: skip
     """(first row, how many) of one source; of a list, up to its last slot."""
     if LIST:
-        WIDTH: tl.constexpr = triton.next_power_of_2(LENGTH)
         n = tl.arange(0, WIDTH)
         slots = tl.load(which + token * which_row + n, mask=n < LENGTH, other=-1)
         return 0, tl.max(tl.where(slots >= 0, n + 1, 0), 0)
@@ -188,7 +188,7 @@ def _softmax_of_sinks(sinks, heads, num_heads, wanted, BLOCK_H: tl.constexpr, BL
     return most, total, tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
 
 
-@triton.jit(do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans"])
+@triton.jit(do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans", "whole", "span"])
 def rows_kernel(
     query,
     owners,
@@ -220,6 +220,8 @@ def rows_kernel(
     first_token,
     num_heads,
     most_spans,
+    whole,
+    span,
     scale,
     W: tl.constexpr,
     V: tl.constexpr,
@@ -231,6 +233,8 @@ def rows_kernel(
     LIST1: tl.constexpr,
     LENGTH0: tl.constexpr,
     LENGTH1: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
     FIRST0: tl.constexpr,
     FIRST1: tl.constexpr,
     ROWS0: tl.constexpr,
@@ -239,8 +243,6 @@ def rows_kernel(
     GROUP: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SPAN: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -256,16 +258,16 @@ def rows_kernel(
     wait_for_earlier_kernels()
     index = tl.program_id(1).to(tl.int64)
     token = first_token + index
-    begin0, count0 = _rows_seen(which0, first0, stop0, token, which0_row, LIST0, LENGTH0, FIRST0)
+    begin0, count0 = _rows_seen(which0, first0, stop0, token, which0_row, LIST0, LENGTH0, WIDTH0, FIRST0)
     tiles0 = (count0 + BN - 1) // BN
     tiles = tiles0
     begin1 = begin0
     count1 = count0
     if TWO:
-        begin1, count1 = _rows_seen(which1, first1, stop1, token, which1_row, LIST1, LENGTH1, FIRST1)
+        begin1, count1 = _rows_seen(which1, first1, stop1, token, which1_row, LIST1, LENGTH1, WIDTH1, FIRST1)
         tiles += (count1 + BN - 1) // BN
     if SPLIT:
-        wanted = tl.where(tiles * BN <= WHOLE, 1, tl.minimum(most_spans, (tiles * BN + SPAN - 1) // SPAN))
+        wanted = tl.where(tiles * BN <= whole, 1, tl.minimum(most_spans, (tiles * BN + span - 1) // span))
         length = tl.maximum((tiles + wanted - 1) // wanted, 1)  # in tiles
         spans = tl.maximum((tiles + length - 1) // length, 1)
         share = (spans + tl.num_programs(2) - 1) // tl.num_programs(2)
@@ -292,9 +294,9 @@ def rows_kernel(
 
     out += first_token * num_heads * V
     if SPLIT:
-        for span in tl.range(bound(first_span), bound(last_span), num_stages=1):
-            low = span * length
-            most, total, acc = _softmax_of_sinks(sinks, heads, num_heads, span == 0, BLOCK_H, BLOCK_V, SINKS)
+        for number in tl.range(bound(first_span), bound(last_span), num_stages=1):
+            low = number * length
+            most, total, acc = _softmax_of_sinks(sinks, heads, num_heads, number == 0, BLOCK_H, BLOCK_V, SINKS)
             most, total, acc = _attend(
                 q, q_rest, most, total, acc, low, tl.minimum(low + length, tiles), tiles0,
                 values0, scales0, plain0, which0, owner0, begin0, count0, block0, row0, which0_row,
@@ -305,7 +307,7 @@ def rows_kernel(
             if spans == 1:
                 _store_whole(out, index, heads, num_heads, total, acc, V, BLOCK_V)
             else:
-                row = (index * most_spans + span) * num_heads + heads
+                row = (index * most_spans + number) * num_heads + heads
                 held = heads < num_heads
                 tl.store(partial + row[:, None] * BLOCK_V + d[None, :], acc, mask=held[:, None] & (d < V)[None, :])
                 tl.store(stats + 2 * row, most, mask=held)

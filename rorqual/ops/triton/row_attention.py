@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 from rorqual.batch import Batch
+from rorqual.ops._hopper_tiles import is_hopper
 from rorqual.ops.row_attention import RowList, RowSource, row_attention, seq_of_token
 from rorqual.ops.row_cache import RowCache
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
@@ -27,6 +28,10 @@ _WORKSPACE = 512 << 20
 """Bytes of spans that wait to be merged, at most, unless a single token has more: tokens beyond take another launch."""
 _LARGEST_VALUE, _LARGEST_REST = 512, 128
 _MOST_TOKENS = 1 << 15
+_OF_RECORDS = (1, 2)
+"""Of a source's six tensors, those that only records have."""
+HOPPER_TILE, HOPPER_HEADS = {"BN": 64, "STAGES": 2, "num_warps": 4}, 64
+"""Hopper's own kernel: rows of a tile, and heads of a program."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -93,7 +98,8 @@ def row_attention_triton(
     num_tokens, num_heads, width = query.shape
     out = torch.empty((num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device)
     block_v, record = _block(value_dim), sources[0].cache.record
-    tile = _tile(block_v, query.dtype.itemsize, num_heads)
+    on_hopper = takes_rows(query, sources, value_dim)
+    tile = HOPPER_TILE if on_hopper else _tile(block_v, query.dtype.itemsize, num_heads)
     rows = sum(-(-_most_rows(source) // tile["BN"]) * tile["BN"] for source in sources)
     most_spans = min(MOST_SPANS, -(-rows // SPAN)) if rows > WHOLE else 1
     bytes_per_token = 4 * most_spans * num_heads * (block_v + 2)
@@ -106,16 +112,23 @@ def row_attention_triton(
         "W": width,
         "V": value_dim,
         "BLOCK_V": block_v,
-        "DIMS": 0 if record is None else record.dims,
-        "GROUP": 1 if record is None else record.format.block[1],
         "SINKS": sinks is not None,
         "SPLIT": most_spans > 1,
-        "WHOLE": WHOLE,
-        "SPAN": SPAN,
-        "COMPUTE": _DTYPES[query.dtype],
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
-    head_blocks = -(-num_heads // tile["BLOCK_H"])
+    if on_hopper:
+        from rorqual.ops.triton._hopper_row_attention_kernel import hopper_rows_kernel as kernel
+
+        arguments = [t for number, t in enumerate(arguments) if number % 6 not in _OF_RECORDS]
+    else:
+        kernel = rows_kernel
+        constants |= {
+            "DIMS": 0 if record is None else record.dims,
+            "GROUP": 1 if record is None else record.format.block[1],
+            "COMPUTE": _DTYPES[query.dtype],
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "launch_pdl": DEPENDENT_LAUNCH,
+        }
+    head_blocks = -(-num_heads // (HOPPER_HEADS if on_hopper else tile["BLOCK_H"]))
     partial = stats = spans_of_token = query
     for first in range(0, num_tokens, at_once):
         tokens = min(at_once, num_tokens - first)
@@ -124,7 +137,7 @@ def row_attention_triton(
             stats = torch.empty(tokens * most_spans * num_heads * 2, dtype=torch.float32, device=query.device)
             spans_of_token = torch.empty(tokens, dtype=torch.int32, device=query.device)
         splits = max(1, min(most_spans, -(-_PROGRAMS // (tokens * head_blocks))))
-        rows_kernel[(head_blocks, tokens, splits)](
+        kernel[(head_blocks, tokens, splits)](
             query,
             owners,
             query if sinks is None else sinks,
@@ -138,10 +151,11 @@ def row_attention_triton(
             first,
             num_heads,
             most_spans,
+            WHOLE,
+            SPAN,
             scale * math.log2(math.e),
             **tile,
             **constants,
-            launch_pdl=DEPENDENT_LAUNCH,
         )
         if most_spans > 1:
             merge_kernel[(num_heads, tokens)](
@@ -158,6 +172,23 @@ def row_attention_triton(
                 launch_pdl=DEPENDENT_LAUNCH,
             )
     return out
+
+
+def takes_rows(query: torch.Tensor, sources: Sequence[RowSource], value_dim: int) -> bool:
+    """Whether Hopper's own kernel is for these. It does not depend on the batch but on what is the same for all of a
+    layer, as its sums are not those of the other kernel to the bit."""
+    return (
+        query.dtype == torch.bfloat16
+        and value_dim == _LARGEST_VALUE
+        and query.shape[2] in (value_dim, value_dim + 64)
+        and all(
+            cache.record is None
+            and cache.data.data_ptr() % 16 == 0
+            and all(step % 16 == 0 for step in cache.data.stride()[:2])
+            for cache, _ in sources
+        )
+        and is_hopper(query.device)
+    )
 
 
 def _most_rows(source: RowSource) -> int:
@@ -189,6 +220,7 @@ def _arguments(sources: Sequence[RowSource]) -> tuple[list[torch.Tensor], list[i
             f"LENGTH{number}": which.slots.shape[1] if listed else 0,
             f"FIRST{number}": first is not None,
             f"ROWS{number}": cache.rows_per_block,
+            f"WIDTH{number}": max(128, 1 << (which.slots.shape[1] - 1).bit_length()) if listed else 128,
         }
     return tensors, strides, constants
 
