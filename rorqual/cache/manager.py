@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rorqual.cache.block_pool import BlockPool
+from rorqual.cache.paging import Paging, Retention
 from rorqual.cache.prefix import PrefixIndex, PrefixNode
-from rorqual.cache.spec import Paging, Retention
 from rorqual.sequence import Sequence
 
 PASSED = -1

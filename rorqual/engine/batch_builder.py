@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
-from rorqual.cache.spec import Paging
+from rorqual.cache.paging import Paging
 from rorqual.engine.decode_rows import padded_block_tables
 from rorqual.engine.transfer import upload
 from rorqual.sequence import Chunk, Sequence

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from rorqual.batch import Batch, CacheView
-from rorqual.cache.spec import Paging
+from rorqual.cache.paging import Paging
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.sampler import Draws
 from rorqual.engine.transfer import StagedArrays, upload

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from rorqual.batch import Batch
-from rorqual.cache.spec import Retention, RowPart, RowSpec
+from rorqual.cache.paging import Retention
+from rorqual.cache.spec import RowPart, RowSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.compressor import Compressor, state_width

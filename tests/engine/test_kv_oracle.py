@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import PASSED, CacheManager, GroupPool
-from rorqual.cache.spec import Paging, Retention
+from rorqual.cache.paging import Paging, Retention
 from rorqual.engine.decode_rows import DecodeRows
 from rorqual.engine.scheduler import Scheduler
 from rorqual.sequence import Chunk, Sequence

@@ -36,7 +36,7 @@ class Edit(NamedTuple):
 
 
 SCHEDULER, POOL, MANAGER, PREFIX = "engine/scheduler.py", "cache/block_pool.py", "cache/manager.py", "cache/prefix.py"
-ROWS, SPEC = "engine/decode_rows.py", "cache/spec.py"
+ROWS, PAGING = "engine/decode_rows.py", "cache/paging.py"
 
 BUGS: dict[str, list[Edit]] = {
     # blocks
@@ -69,11 +69,6 @@ BUGS: dict[str, list[Edit]] = {
         Edit(MANAGER, "names[(block + 1) * (group.paging.block_tokens // self.block_size) - 1]",
              "names[block * (group.paging.block_tokens // self.block_size)]"),
     ],
-    "long_blocks_are_published_too_early": [
-        Edit(MANAGER, "for i in range(seq.num_published_tokens // size, num_full // size)",
-             "for i in range(seq.num_published_tokens // size, min(-(-num_full // size), "
-             "len(seq.prefix) * self.block_size // size))"),
-    ],
     "hit_loses_rows_of_a_block_that_is_not_full": [
         Edit(MANAGER, "if num_tokens % block_tokens >= tokens_per_row:", "if False:")
     ],
@@ -91,13 +86,13 @@ BUGS: dict[str, list[Edit]] = {
     ],
     # windows
     "window_lets_go_one_token_early": [
-        Edit(SPEC, "// self.period * self.period - self.back)", "// self.period * self.period - self.back + 1)")
+        Edit(PAGING, "// self.period * self.period - self.back)", "// self.period * self.period - self.back + 1)")
     ],
     "state_of_the_window_is_let_go_before_it_is_complete": [
-        Edit(SPEC, "max(0, num_computed // self.period * self.period - self.back)", "max(0, num_computed - self.back)")
+        Edit(PAGING, "num_computed // self.period * self.period - self.back", "num_computed - self.back")
     ],
     "state_of_the_window_before_is_let_go": [
-        Edit(SPEC, "max(0, num_computed // self.period * self.period - self.back)",
+        Edit(PAGING, "max(0, num_computed // self.period * self.period - self.back)",
              "max(0, num_computed // self.period * self.period - (self.back if self.period == 1 else 0))"),
     ],
     "window_passes_by_known_tokens": [

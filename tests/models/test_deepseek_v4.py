@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rorqual import SamplingParams
-from rorqual.cache.spec import Retention, group_caches
+from rorqual.cache.paging import Retention
+from rorqual.cache.spec import group_caches
 from rorqual.cache.storage import KVStorage
 from rorqual.engine.batch_builder import build_batch
 from rorqual.loader.weights import wanted_tensors

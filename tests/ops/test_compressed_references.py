@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rorqual.batch import Batch, CacheView
-from rorqual.cache.spec import Paging
+from rorqual.cache.paging import Paging
 from rorqual.ops.compress_rows import Compression, compress_rows
 from rorqual.ops.grouped_linear import grouped_linear
 from rorqual.ops.hyper_connection import (

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from rorqual.cache.spec import Paging
+from rorqual.cache.paging import Paging
 from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
 from rorqual.engine.decode_rows import num_leading_rows
 from rorqual.sequence import Chunk, Sequence

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.cache.paging import Paging
 from rorqual.cache.prefix import PrefixIndex, PrefixNode
-from rorqual.cache.spec import Paging
 from rorqual.sequence import Sequence
 
 BLOCK = 4

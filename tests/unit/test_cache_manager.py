@@ -6,7 +6,7 @@ import pytest
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import PASSED, CacheManager, GroupPool
-from rorqual.cache.spec import Paging, Retention
+from rorqual.cache.paging import Paging, Retention
 from rorqual.sequence import Sequence
 
 BLOCK = 4

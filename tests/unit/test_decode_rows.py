@@ -11,7 +11,7 @@ import torch
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
-from rorqual.cache.spec import Paging, Retention
+from rorqual.cache.paging import Paging, Retention
 from rorqual.engine.batch_builder import build_batch
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.decode_rows import DecodeRows

@@ -10,7 +10,7 @@ import pytest
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
-from rorqual.cache.spec import Paging, Retention
+from rorqual.cache.paging import Paging, Retention
 from rorqual.engine.scheduler import Scheduler
 from rorqual.sequence import Chunk, Sequence
 

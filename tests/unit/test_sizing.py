@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
+from rorqual.cache.paging import Paging, Retention
 from rorqual.cache.sizing import (
     blocks_beside,
     blocks_for_tokens,
@@ -17,7 +18,7 @@ from rorqual.cache.sizing import (
     bytes_per_token,
     plan_blocks,
 )
-from rorqual.cache.spec import CacheGroup, KVSpec, Paging, Retention, RowPart, RowSpec, group_caches
+from rorqual.cache.spec import CacheGroup, KVSpec, RowPart, RowSpec, group_caches
 
 BLOCK = 4
 
