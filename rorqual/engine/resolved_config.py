@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from rorqual.cache.sizing import bytes_for_blocks
 from rorqual.cache.paging import Paging
+from rorqual.cache.sizing import bytes_for_blocks
 from rorqual.cache.spec import CacheGroup, group_caches
 from rorqual.config import EngineConfig
 from rorqual.distributed.mesh import Mesh
