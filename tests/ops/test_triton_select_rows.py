@@ -97,7 +97,7 @@ def test_chunks_of_chunks_choose_the_same(top_k, monkeypatch):
 
 @pytest.mark.parametrize("top_k", [1, 3, 40])
 def test_scores_without_a_number_do_no_harm(top_k):
-    """Not a number is above all; infinity and its opposite have their places."""
+    """Rows whose score is not a number are above all others, in their own order; none is lost, none comes twice."""
     args, _ = case([1], [50], top_k=top_k, heads=1, rows_per_block=1)
     keys: RowCache = args[2]
     slots = args[3].block_tables[0]

@@ -18,11 +18,16 @@ from rorqual.ops.triton import select_rows  # noqa: E402
 
 
 class RecordedLaunch(Recorded):
-    """Of launches that leave the number of stages to their loops."""
+    """Of launches that leave the number of stages to their loops, and may bound registers."""
 
     def __getitem__(self, grid):
         launch = super().__getitem__(grid)
-        return lambda *args, **options: launch(*args, **{"num_stages": 3} | options)
+
+        def record(*args, maxnreg=None, **options):
+            launch(*args, **{"num_stages": 3} | options)
+            self.options["maxnreg"] = maxnreg
+
+        return record
 
 
 @pytest.mark.parametrize("query_len", [1, 20], ids=["answer", "prompt"])

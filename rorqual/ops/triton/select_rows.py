@@ -39,6 +39,8 @@ class ScoreTile(NamedTuple):
     tokens: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Of a thread at most, so that more programs fit in a multiprocessor: one adds up while another multiplies."""
 
 
 class ScoreTiles(NamedTuple):
@@ -52,9 +54,9 @@ class ScoreTiles(NamedTuple):
 # not depend on whether it came as an answer's or as a prompt's. Plain keys go to the tensor cores from shared memory,
 # where they stay longer than those that are decoded in registers: these are read further ahead.
 TILES: dict[str, ScoreTiles] = {
-    "": ScoreTiles(ScoreTile(128, 1, 4, 3), ScoreTile(256, 16, 8, 3)),
-    "e4m3": ScoreTiles(ScoreTile(128, 1, 4, 4), ScoreTile(256, 16, 8, 3)),
-    "e2m1": ScoreTiles(ScoreTile(128, 1, 4, 5), ScoreTile(256, 16, 8, 3)),
+    "": ScoreTiles(ScoreTile(128, 1, 4, 3), ScoreTile(256, 16, 8, 2, 128)),
+    "e4m3": ScoreTiles(ScoreTile(128, 1, 4, 5), ScoreTile(256, 16, 8, 2, 128)),
+    "e2m1": ScoreTiles(ScoreTile(128, 1, 4, 5), ScoreTile(128, 16, 4, 2, 168)),
 }
 """By what keys are."""
 _FLOAT32 = ScoreTiles(ScoreTile(64, 1, 4, 1), ScoreTile(64, 16, 4, 1))
@@ -170,6 +172,7 @@ def _score(
             COMPUTE=DTYPES[compute],
             STAGES=tile.stages,
             num_warps=tile.warps,
+            maxnreg=tile.registers,
             launch_pdl=DEPENDENT_LAUNCH,
         )
 
