@@ -303,7 +303,7 @@ def _last_rows(batch: Batch, group: int, window: int) -> RowRange:
 
     def make() -> RowRange:
         stop = batch.positions.int() + 1
-        return RowRange(batch.caches[group].block_tables, (stop - window).clamp_(min=0), stop)
+        return RowRange(batch.caches[group].block_tables, (stop - window).clamp_(min=0), stop, window)
 
     return batch.once(("last_rows", group, window), make)
 
