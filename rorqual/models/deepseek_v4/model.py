@@ -199,13 +199,21 @@ class DeepseekV4(nn.Module):
         """-> what the head reads, [num_tokens, hidden_size]; writes the batch's rows into kv."""
         return collapse_streams(self.streams(batch, kv), self.hc_head.mix(), _stage(self.norm))
 
-    def predict_further(
-        self, streams: torch.Tensor, next_ids: torch.Tensor, batch: Batch, kv: KVStorage
-    ) -> torch.Tensor:
-        """What the head reads to predict the token behind `next_ids` [num_tokens], each the token after the batch's.
+    def predict_next(self, streams: torch.Tensor, next_ids: torch.Tensor, batch: Batch, kv: KVStorage) -> torch.Tensor:
+        """What the further-token block makes of each token t of a batch, for the logits of token t + 2.
 
-        `streams` are the batch's; [num_tokens, hidden_size]. The model must have been built with its MTP block.
+        Args:
+            streams: [num_tokens, N, hidden_size], what `streams` returned for the batch.
+            next_ids: [num_tokens] int64: the token behind each.
+            batch, kv: as in `forward`; the block's rows are written into its own cache, at the tokens' slots.
+
+        Returns: [num_tokens, hidden_size], for `compute_logits`. Raises ValueError where there is no such block.
         """
+        if not self.mtp:
+            raise ValueError(
+                "the model was built without a block that predicts further tokens (Placement.with_mtp, and "
+                "num_nextn_predict_layers of the config)"
+            )
         hidden: torch.Tensor = self.mtp[0](streams, self.embed(next_ids), batch, kv)
         return hidden
 
