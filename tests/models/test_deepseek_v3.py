@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rorqual import SamplingParams
 from rorqual.distributed.mesh import Mesh
@@ -15,7 +17,13 @@ from rorqual.layers.rotary_embedding import RotaryTables
 from rorqual.models.registry import build_model, read_model_config
 from tests.engine.engines import tiny_llm
 from tests.models.scattered import loaded_model, logits_by_chunks, tokens
-from tests.tiny import checkpoint_folder, reference_greedy, reference_logits
+from tests.tiny import (
+    DEEPSEEK_CONFIGS,
+    checkpoint_folder,
+    random_deepseek,
+    reference_greedy,
+    reference_logits,
+)
 
 NAMES = ["deepseek_v3", "deepseek_v3_noqlora"]
 LENGTH = 210
@@ -249,3 +257,57 @@ def test_cosines_carry_the_ratio_of_both_mscales():
     ):
         table = RotaryTables().get(read(rope_scaling=scaling).rope, 64, max_model_len=2, device=cpu)
         assert table[0, 0].item() == pytest.approx(amplitude, rel=1e-6)
+
+
+# --- what is easily got wrong
+
+
+def logits_of_both(folder: Path, theirs: Any, count: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
+    theirs.save_pretrained(folder)
+    token_ids = tokens(count)
+    with torch.inference_mode():
+        want = theirs(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits_by_chunks(loaded_model(folder), token_ids, 32), want
+
+
+def changed_model(**changes: Any) -> Any:
+    model_type, options = DEEPSEEK_CONFIGS["deepseek_v3"]
+    return random_deepseek(model_type, options | changes)
+
+
+def test_norms_between_low_rank_products_have_an_epsilon_of_their_own(tmp_path):
+    """1e-6, whatever rms_norm_eps says: DeepSeek-V3's is 1e-6 as well, and hides it."""
+    got, want = logits_of_both(tmp_path, changed_model(rms_norm_eps=0.1))
+    assert (got - want).abs().max() < 5e-5
+
+
+def test_groups_that_are_not_chosen_lose_also_where_all_biases_are_negative(tmp_path):
+    """A score of zero in their place would win."""
+    theirs = changed_model()
+    biases = [layer.mlp.gate.e_score_correction_bias for layer in theirs.model.layers[1:]]
+    for bias in biases:
+        bias.data.sub_(3)
+    assert all(bool((bias < -1).all()) for bias in biases)
+    got, want = logits_of_both(tmp_path, theirs)
+    assert (got - want).abs().max() < 5e-5
+
+
+def test_a_tied_head_is_not_in_the_file(tmp_path):
+    got, want = logits_of_both(tmp_path, changed_model(tie_word_embeddings=True))
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    (file,) = tmp_path.glob("*.safetensors")
+    assert "lm_head.weight" not in load_file(file)
+
+
+def test_weights_that_are_not_renormalised(tmp_path):
+    got, want = logits_of_both(tmp_path, changed_model(norm_topk_prob=False, n_shared_experts=2))
+    assert (got - want).abs().max() < 5e-5
+
+
+def test_absorbed_and_expanded_latents_give_the_same_logits():
+    """A prompt's tokens and an answer's go different ways on the CPU."""
+    token_ids = tokens(100)
+    for name in NAMES:
+        model = loaded_model(checkpoint_folder(name))
+        expanded, absorbed = (logits_by_chunks(model, token_ids, 50, num_prompt=count) for count in (100, 1))
+        assert (expanded - absorbed).abs().max() < 5e-5
