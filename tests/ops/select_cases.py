@@ -99,6 +99,7 @@ _MIXED = ([1, 1, 1, 5, 2], [1, 0, 150, 40, 6])
 _RECORDS = {"fp8": INDEX_FP8, "fp4": INDEX_FP4}
 
 SELECT_CASES: dict[str, Callable[[], Call]] = {
+    "none": lambda: select_case([], [], top_k=4),
     "one_token_without_rows": lambda: select_case([1], [0], top_k=4),
     "one_token_of_fewer_rows": lambda: select_case([1], [7], top_k=64),
     "one_token_of_as_many_rows": lambda: select_case([1], [64], top_k=64),
