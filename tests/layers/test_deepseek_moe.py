@@ -254,3 +254,22 @@ def test_a_made_up_model_has_a_table_too():
     fill_with_dummy_weights(layer, seed=0)
     assert len(layer.gate.table.unique()) == NUM_EXPERTS
     assert layer(normal(3, HIDDEN), torch.tensor([0, 7, VOCAB - 1])).isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_token_gets_the_same_alone(threads, quantized):
+    packed, plain = packed_and_plain()
+    options = {**NAMES, "quantization": v4(activations=True) if quantized else None, "dtype": torch.bfloat16}
+    layer = filled_from(ours(**WIDE, **options), packed if quantized else plain)
+    prepare_weights(layer)
+    x, ids = normal(70, 256, seed=5, dtype=torch.bfloat16), torch.zeros(70, dtype=torch.int32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = layer(x, ids)
+        alone = torch.cat([layer(x[i : i + 1], ids[i : i + 1]) for i in range(70)])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)

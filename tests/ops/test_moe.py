@@ -11,7 +11,15 @@ import torch
 
 from rorqual.ops.decoder_blocks import Norm, Product
 from rorqual.ops.linear import linear, prepare_weight
-from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, fused_experts, route_softmax, sparse_moe_block
+from rorqual.ops.moe import (
+    ExpertWeights,
+    Routing,
+    SparseMoEBlock,
+    fused_experts,
+    route_scores,
+    route_softmax,
+    sparse_moe_block,
+)
 from rorqual.ops.native.library import usable_isas, using
 from rorqual.ops.registry import load_backends, watch
 from rorqual.ops.silu_and_mul import silu_and_mul
@@ -390,3 +398,25 @@ def test_what_the_block_kernel_does_not_take():
     # Then the experts alone are one call, and the rest runs op by op.
     chosen = route_softmax(normal(4, 9, dtype=BF16), top_k=3, renormalize=True)
     assert_native(x, weights("bfloat16"), chosen)
+
+
+# --- routing by scores
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("num_experts", "num_groups"), [(160, 8), (256, 8), (256, 1), (384, 1)])
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus"])
+def test_scores_do_not_depend_on_a_tokens_company(threads, num_experts, num_groups, scoring):
+    logits, bias = normal(301, num_experts) * 2, normal(num_experts, seed=1) / 5
+    options = {"scoring": scoring, "top_k": 6, "renormalize": True, "bias": bias, "num_groups": num_groups}
+    if num_groups > 1:
+        options["top_groups"] = 3
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = route_scores(logits, **options)
+        for i in range(0, 301, 10):
+            for ours, theirs in zip(route_scores(logits[i : i + 1], **options), together, strict=True):
+                assert torch.equal(ours[0], theirs[i])
+    finally:
+        torch.set_num_threads(before)
