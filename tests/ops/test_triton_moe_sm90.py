@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rorqual.ops.moe import TokenTable
 from rorqual.ops.triton.launch import INTERPRETING
-from rorqual.quantization import FP8_BLOCK, FP8_ROW, MXFP4, QTensor
+from rorqual.quantization import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, QTensor
 from tests.ops.test_triton_linear_sm90 import SHARED_MEMORY, Recorded, stack_bytes
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
 
 from rorqual.ops.triton import _moe_quantized as quantized  # noqa: E402
-from rorqual.ops.triton import moe  # noqa: E402
+from rorqual.ops.triton import moe, routing  # noqa: E402
 from rorqual.ops.triton._prepared_weight import lay_out  # noqa: E402
 
 HIDDEN, INNER = 2048, 768
@@ -86,3 +87,34 @@ def test_tile_of_quantised_experts_compiles_for_sm90(family, most, gated, monkey
     else:
         assert re.search(r"(wgmma|mma\.sync)\S*bf16", code)
         assert ("wgmma" in code) is (tile.warps >= 4)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "num_experts", "num_groups", "by_table"),
+    [("sigmoid", 256, 8, False), ("sqrtsoftplus", 384, 1, False), ("sqrtsoftplus", 256, 1, True)],
+)
+def test_routing_by_scores_compiles_for_sm90(scoring, num_experts, num_groups, by_table, monkeypatch, tmp_path):
+    kernel = Recorded(routing._routing_kernels.route_scores_kernel)
+    monkeypatch.setattr(routing, "_routing_kernels", SimpleNamespace(route_scores_kernel=kernel))
+    ids = torch.zeros(99, 6, dtype=torch.int32)
+    routing.route_scores_triton(
+        torch.zeros(4, num_experts),
+        scoring=scoring,
+        top_k=6,
+        renormalize=True,
+        scale=2.5,
+        bias=None if by_table else torch.zeros(num_experts),
+        num_groups=num_groups,
+        top_groups=-(-num_groups // 2),
+        table=TokenTable(ids, torch.zeros(4, dtype=torch.int64)) if by_table else None,
+    )
+    assert stack_bytes(kernel.compiled().asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(("format", "activation"), [(MXFP4, MXFP8), (MXFP4, FP8_ROW), (FP8_BLOCK, FP8_ROW)])
+def test_rounding_of_experts_inputs_compiles_for_sm90(format, activation, monkeypatch, tmp_path):
+    kernel = Recorded(quantized.kernels.round_rows_kernel)
+    monkeypatch.setattr(quantized, "kernels", SimpleNamespace(round_rows_kernel=kernel))
+    stack = quantized.QuantizedStack(lay_out(QTensor.quantize(torch.zeros(64, 256), format)), 1, 1, 1)
+    quantized.round_inputs(torch.zeros(4, 256, dtype=torch.bfloat16), stack, activation)
+    assert stack_bytes(kernel.compiled().asm["cubin"], tmp_path) == 0

@@ -144,9 +144,9 @@ def route_scores_kernel(
             groups = _key(_value(first) + _value(second), group, group < num_groups)
             kept = group < 0
             for _ in tl.static_range(TOP_GROUPS):
-                best = groups == tl.max(groups, 0)
-                kept |= best
-                groups = tl.where(best, _NOBODY, groups)
+                found = groups == tl.max(groups, 0)
+                kept |= found
+                groups = tl.where(found, _NOBODY, groups)
             excluded = _key(tl.full((PADDED_GROUPS, PADDED_SIZE), float("-inf"), tl.float32), expert, there)
             key = tl.where(kept[:, None], key, excluded)
         ids = tl.zeros((PADDED_K,), tl.int64)
