@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rorqual.cache.block_pool import BlockPool
@@ -330,3 +331,128 @@ def test_what_fits_by_the_count_fits_in_fact(window, chunk):
             compute(cache, seq, stop)
             stop = min(stop + chunk, len(seq.token_ids))
         compute(cache, seq, stop)
+
+
+# --- groups of several kinds
+
+
+def make_kinds(*groups: tuple[Paging, Retention | None], num_blocks: int = 40) -> CacheManager:
+    return CacheManager([GroupPool(BlockPool(num_blocks), *group) for group in groups], block_size=BLOCK)
+
+
+ENTRIES, STATES = (Paging(8, 8), None), (Paging(BLOCK), Retention(0, 8))
+OVERLAPPED = (Paging(BLOCK, 4), None), (Paging(BLOCK), Retention(4, 4))
+
+
+def held(table) -> list[int]:
+    return [i for i, block in enumerate(table) if block != PASSED]
+
+
+def test_tables_are_as_long_as_each_groups_blocks():
+    cache = make_kinds((Paging(BLOCK), None), ENTRIES, (Paging(12, 6), None))
+    seq = sequence(13)
+    assert admit(cache, seq)
+    assert [len(table) for table in seq.block_tables] == [4, 2, 2]
+    assert cache.reserve(seq, 16)
+    assert free(cache) == [36, 38, 38]
+    assert cache.reserve(seq, 17)
+    assert [len(table) for table in seq.block_tables] == [5, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(0, 8), {7: [0, 1], 8: [2], 9: [2], 15: [2, 3], 16: [4]}),
+        (Retention(4, 4), {7: [0, 1], 8: [1, 2], 11: [1, 2], 12: [2, 3], 16: [3, 4]}),
+        (Retention(6, 6), {11: [0, 1, 2], 12: [1, 2, 3], 17: [1, 2, 3, 4], 18: [3, 4]}),
+    ],
+)
+def test_blocks_are_given_back_by_what_the_next_query_or_a_later_one_reads(retention, kept):
+    cache = make_kinds((Paging(BLOCK), retention), (Paging(BLOCK), None))
+    seq = sequence(30)
+    assert admit(cache, seq, stop=BLOCK)
+    for stop in range(1, 20):
+        compute(cache, seq, stop)
+        assert cache.reserve(seq, stop + 1)
+        if stop in kept:
+            assert held(seq.block_tables[0]) == kept[stop]
+
+
+def test_has_news_wherever_publishing_does_something():
+    groups = [
+        (Paging(BLOCK), None),
+        ENTRIES,
+        STATES,
+        *OVERLAPPED,
+        (Paging(BLOCK), Retention(5)),
+        (Paging(BLOCK), Retention(6, 6)),
+    ]
+    for caching in (True, False):
+        cache = CacheManager(
+            [GroupPool(BlockPool(40), *group) for group in groups], block_size=BLOCK, enable_prefix_caching=caching
+        )
+        seq = sequence(50)
+        assert admit(cache, seq)
+        for count in range(1, 50):
+            seq.num_computed_tokens = count
+            before = seq.num_published_tokens, [list(table) for table in seq.block_tables]
+            cache.publish(seq)
+            changed = before != (seq.num_published_tokens, [list(table) for table in seq.block_tables])
+            assert cache.has_news_at(np.array([count]))[0] or not changed, count
+
+
+@pytest.mark.parametrize("length", range(2, 34))
+def test_hits_end_at_any_block_where_every_group_can_go_on(length):
+    """An entry of 8 tokens whose window is not full is made of states, which are found block by block."""
+    cache = make_kinds((Paging(BLOCK), None), ENTRIES, STATES, *OVERLAPPED)
+    first = computed(cache, 32)
+    cache.release(first)
+    found = cache.find_prefix(sequence(length))
+    full = (length - 1) // BLOCK * BLOCK
+    assert found.num_tokens == full
+    assert [len(blocks) for blocks in found.blocks] == [full // 4, full // 8, full // 4, full // 4, full // 4]
+    assert held(found.blocks[2]) == list(range(full // 8 * 2, full // 4))
+    assert held(found.blocks[4]) == list(range(max(0, full // 4 - 1), full // 4))
+    seq = sequence(length)
+    assert admit(cache, seq)
+    cache.check([seq])
+
+
+@pytest.mark.parametrize(("length", "hit"), [(5, 4), (9, 4), (12, 4), (13, 12), (17, 16), (21, 16), (25, 24)])
+def test_no_hit_ends_behind_a_row_in_a_block_that_is_not_full(length, hit):
+    """Rows of 6 tokens, two to a block: at 8 tokens the first row is there, in a block that nobody can share."""
+    cache = make_kinds((Paging(BLOCK), None), (Paging(12, 6), None))
+    cache.release(computed(cache, 30))
+    assert cache.find_prefix(sequence(length)).num_tokens == hit
+
+
+def test_a_long_block_is_found_once_it_is_full():
+    cache = make_kinds(ENTRIES)
+    seq = computed(cache, 12)
+    names = seq.prefix
+    assert [cache.groups[0].pool.find(name) is not None for name in names] == [False, True, False]
+    compute(cache, seq, 12)
+    seq.token_ids += range(12, 17)
+    compute(cache, seq, 16)
+    assert cache.groups[0].pool.find(seq.prefix[3]) == seq.block_tables[0][1]
+
+
+def test_states_that_are_lost_shorten_the_hit_to_where_none_are_needed():
+    """Without states a prefix ends where a window does: there the next entry begins anew."""
+    cache = make_kinds((Paging(BLOCK), None), ENTRIES, STATES)
+    cache.release(computed(cache, 32))
+    cache.groups[2].pool.forget()
+    assert [cache.find_prefix(sequence(n)).num_tokens for n in (31, 32, 33, 29, 9, 8)] == [24, 24, 32, 24, 8, 0]
+
+
+def test_a_rejected_draft_takes_nothing_back_that_is_still_read():
+    """Computed up to 18 with drafts, of which two are wrong: the states of the window that 16 began stay."""
+    cache = make_kinds((Paging(BLOCK), None), *OVERLAPPED, STATES)
+    seq = computed(cache, 15)
+    seq.token_ids.append(15)
+    assert cache.reserve(seq, 18)
+    seq.num_computed_tokens = 15
+    cache.publish(seq)
+    assert held(seq.block_tables[2]) == [2, 3, 4]
+    assert held(seq.block_tables[3]) == [2, 3, 4]
+    cache.check([seq])
