@@ -339,7 +339,7 @@ def run_workload(
     assert all(group.pool.num_free == group.pool.num_blocks for group in cache.groups)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(**workloads)
 def test_engine_equals_plain_loop(**workload):
     run_workload(**workload)

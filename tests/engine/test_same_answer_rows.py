@@ -1,4 +1,4 @@
-"""The first promise for models whose layers keep several kinds of rows: latents, index keys, windows, entries, states."""
+"""The first promise for models that keep several kinds of rows: latents, index keys, windows, entries, states."""
 
 from __future__ import annotations
 
