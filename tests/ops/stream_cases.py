@@ -52,9 +52,9 @@ def _both(tokens: int, dims: int, dtype: torch.dtype = BF16, *, count: int = 4) 
 def _cases(make: Callable[..., Call], **options: bool) -> dict[str, Callable[[], Call]]:
     return {
         "one": lambda: make(1, 256, **options),
-        "some": lambda: make(5, 320, **options),
+        "some": lambda: make(5, 270, **options),
         "a_tile_and_one": lambda: make(17, 64, **options),
-        "many": lambda: make(67, 72, **options),
+        "many": lambda: make(65, 40, **options),
         "none": lambda: make(0, 64, **options),
         "equal_streams_of_odd_width": lambda: make(3, 100, **options),
         "float32": lambda: make(6, 200, torch.float32, **options),

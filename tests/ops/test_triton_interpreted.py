@@ -29,6 +29,7 @@ _PRODUCTS = "linear or attention or experts"
         ("test_triton_linear.py", "triton"),
         ("test_triton_attention.py", "triton"),
         ("test_triton_moe.py", "triton"),
+        ("test_triton_company.py", "triton"),
         ("test_triton_quantized_experts.py", "triton"),
         ("test_triton_row_attention.py", "triton"),
         ("test_triton_select_rows.py", "triton"),

@@ -18,6 +18,7 @@ from rorqual.ops.quantize import quantize
 from rorqual.ops.triton import _grouped_kernels
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton._linear_launch import MOST_TILES, SKINNY, arrivals, shares, tile_of
+from rorqual.ops.triton._linear_launch import Tile as WeightTile
 from rorqual.ops.triton._plain_product import Tile, tile_of_plain
 from rorqual.ops.triton._prepared_weight import PreparedWeight
 from rorqual.ops.triton.launch import refuses
@@ -26,11 +27,15 @@ from rorqual.quantization import FP8_ROW, FP8_ROW_UE8M0, QTensor, QuantFormat, S
 _MOST_GROUPS = 32
 """Quantised weights whose addresses a kernel takes."""
 _WIDTH = 128
+_MIDDLE_ROWS = 256
+"""Rows up to which tiles are smaller, as there would not be one for each multiprocessor."""
+_MIDDLE = WeightTile(64, 128, 4, 3)
+"""Of the same instruction (wgmma) as the tile for more rows, so that the results are the same."""
 
 
 def _plain_tile(rows: int, groups: int) -> Tile:
     """Groups fill the multiprocessors where rows do not."""
-    if rows > 64:
+    if rows > _MIDDLE_ROWS:
         return Tile(128, 128, 64, 8, 4)
     if rows > 16:
         return Tile(64, 64, 128, 4, 3)
@@ -135,6 +140,8 @@ def _multiply_blocks(
     columns, first = x.shape[2], weights[0]
     family = "fp8_weight" if activation is None else "fp8"
     tile = tile_of(family, rows)
+    if activation is None and SKINNY < rows <= _MIDDLE_ROWS:
+        tile = _MIDDLE
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n)
     split = shares(family, rows, groups * features, columns)
     if tiles * groups > MOST_TILES:

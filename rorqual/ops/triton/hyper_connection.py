@@ -102,8 +102,9 @@ def _mix(
     if num_tokens == 0:
         return Mixed(hidden, post, comb)
     tile = tile or tile_of(num_tokens)
-    shares = triton.cdiv(dims, _STEP * _STEPS)
-    apart = _STEPS // tile.together
+    steps = min(_STEPS, triton.cdiv(dims, _STEP))
+    together = min(tile.together, steps)
+    shares, apart = triton.cdiv(dims, _STEP * steps), steps // together
     partial = torch.empty((shares * apart, num_tokens, _LINES), dtype=torch.float32, device=device)
     output, old_post, old_comb, merged = merge or (streams, post, comb, streams)
     rows = mix.fn.shape[0]
@@ -123,8 +124,8 @@ def _mix(
         ROWS=rows,
         N=count,
         MERGE=merge is not None,
-        TOGETHER=tile.together,
-        EVEN=dims % (_STEP * _STEPS) == 0,
+        TOGETHER=together,
+        EVEN=dims % (_STEP * steps) == 0,
         TOKENS=tile.tokens,
         num_warps=tile.warps,
         launch_pdl=DEPENDENT_LAUNCH,

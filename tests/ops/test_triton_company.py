@@ -1,0 +1,117 @@
+"""mHC, the compressor and products in groups by the Triton kernels: a token gets the same bits in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual.batch import Batch, CacheView
+from rorqual.ops.compress_rows import compress_rows
+from rorqual.ops.grouped_linear import grouped_linear
+from rorqual.ops.hyper_connection import merge_and_mix_streams, merge_streams, mix_streams
+from rorqual.ops.registry import Op, load_backends
+from rorqual.ops.row_cache import RowCache
+from rorqual.ops.triton.launch import DEVICE, INTERPRETING, available
+from tests.ops.grouped_cases import GROUPED_CASES
+from tests.ops.paged_cases import make_batch
+from tests.ops.row_cases import compress_case
+from tests.ops.stream_cases import STREAM_CASES
+from tests.ops.test_parity import moved
+
+if not available():
+    pytest.skip("needs Triton, and a GPU or its interpreter", allow_module_level=True)
+load_backends("triton")
+from rorqual.ops.triton import hyper_connection  # noqa: E402
+
+pytestmark = [] if INTERPRETING else [pytest.mark.gpu]
+
+
+def run(op: Op[..., Any], *args: Any, **options: Any) -> Any:
+    """By Triton."""
+    impl = next(impl for impl in op.impls if impl.backend == "triton")
+    assert impl.refuse(*args, **options) is None
+    return impl.fn(*args, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_streams_of_a_token_do_not_depend_on_the_others(tokens, monkeypatch):
+    """Nor on whether a program takes one step or a share."""
+    args, _ = moved(STREAM_CASES["merge_and_mix_streams"]["a_tile_and_one"](), DEVICE)
+    *per_token, mix, norm = args
+    one_step, *_, share = hyper_connection.TILES.values()
+    monkeypatch.setattr(hyper_connection, "TILES", {12: one_step, 0: share})
+    merged, mixed = run(merge_and_mix_streams, *args)
+    some = [t[5 : 5 + tokens] for t in per_token]
+    some_merged, some_mixed = run(merge_and_mix_streams, *some, mix, norm)
+    assert torch.equal(some_merged, merged[5 : 5 + tokens])
+    for ours, theirs in zip(some_mixed, mixed, strict=True):
+        assert torch.equal(ours, theirs[5 : 5 + tokens])
+
+
+def test_streams_are_the_same_merged_and_mixed_at_once_or_one_after_the_other():
+    args, _ = moved(STREAM_CASES["merge_and_mix_streams"]["a_tile_and_one"](), DEVICE)
+    merged, mixed = run(merge_and_mix_streams, *args)
+    assert torch.equal(merged, run(merge_streams, *args[:4]))
+    for ours, theirs in zip(mixed, run(mix_streams, merged, *args[4:]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def part_of(batch: Batch, start: int, stop: int) -> Batch:
+    """Tokens [start, stop) of a batch of one sequence from its beginning."""
+    made = make_batch(
+        [stop - start],
+        [stop],
+        tuple(CacheView(view.slot_mapping[start:stop], view.block_tables) for view in batch.caches),
+    )
+    return moved(made, DEVICE)
+
+
+@pytest.mark.parametrize(("ratio", "overlap", "tokens"), [(4, True, 19), (8, False, 21)])
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_entries_do_not_depend_on_where_a_prompt_is_cut(ratio, overlap, tokens, step):
+    (projected, states, entries, batch, compression), options = moved(
+        compress_case([tokens], [tokens], ratio=ratio, overlap=overlap), DEVICE
+    )
+    cut = [RowCache(cache.group, cache.data.clone()) for cache in (states, entries)]
+    run(compress_rows, projected, states, entries, batch, compression, **options)
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        run(compress_rows, projected[start:stop], *cut, part_of(batch, start, stop), compression, **options)
+    assert torch.equal(cut[0].data.nan_to_num(7), states.data.nan_to_num(7))
+    assert torch.equal(cut[1].data, entries.data)
+
+
+def test_entries_do_not_depend_on_how_many_tokens_a_program_takes(monkeypatch):
+    from rorqual.ops.triton import compress_rows as module
+
+    made = []
+    for few in (0, 256):
+        monkeypatch.setattr(module, "_FEW", few)
+        args, options = moved(compress_case([1, 1, 9, 20], [4, 7, 9, 23], ratio=4, overlap=True), DEVICE)
+        run(compress_rows, *args, **options)
+        made.append(args[2].data)
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("case", ["plain_some_rows", "fp8_some_rows", "fp8_in_shares", "fp8_rounded_x"])
+def test_a_row_of_a_grouped_product_does_not_depend_on_the_others(case):
+    (x, weights), options = moved(GROUPED_CASES[case](), DEVICE)
+    whole = run(grouped_linear, x, weights, **options)
+    for start in (0, len(x) - 1):
+        assert torch.equal(run(grouped_linear, x[start : start + 1], weights, **options), whole[start : start + 1])
+
+
+def test_tokens_beyond_a_sequence_are_left_alone():
+    """Padding of a captured graph: no slots, and nothing is written."""
+    (projected, states, entries, batch, compression), options = moved(
+        compress_case([4, 1], [4, 8], ratio=4, overlap=True), DEVICE
+    )
+    nothing = tuple(view._replace(slot_mapping=torch.full_like(view.slot_mapping, -1)) for view in batch.caches)
+    before = [cache.data.clone() for cache in (states, entries)]
+    batch = dataclasses.replace(batch, caches=nothing)
+    run(compress_rows, projected, states, entries, batch, compression, **options)
+    assert torch.equal(before[0].nan_to_num(7), states.data.nan_to_num(7))
+    assert torch.equal(before[1], entries.data)
