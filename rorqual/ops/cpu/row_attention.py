@@ -20,7 +20,7 @@ _GATHERED_AT_ONCE = 1 << 24
 """float32 numbers of the rows of some answers' tokens: 64 MiB."""
 
 
-class Seen(NamedTuple):
+class SeenRows(NamedTuple):
     """Rows of one cache, and which of them some tokens see."""
 
     slots: torch.Tensor
@@ -107,7 +107,7 @@ def blocks(part: slice, scores_per_token: int) -> Iterator[slice]:
         yield slice(start, min(start + step, part.stop))
 
 
-def seen_by(source: RowSource, seq: int, part: slice, batch: Batch) -> Seen:
+def seen_by(source: RowSource, seq: int, part: slice, batch: Batch) -> SeenRows:
     """What the tokens of one sequence see of a source: each row once, whatever number of them sees it."""
     cache, which = source
     if isinstance(which, RowRange):
@@ -118,10 +118,10 @@ def seen_by(source: RowSource, seq: int, part: slice, batch: Batch) -> Seen:
     slots, place = torch.unique(listed, return_inverse=True)
     hidden = torch.ones(len(listed), len(slots), dtype=torch.bool).scatter_(1, place, False)
     none = int((slots < 0).sum())
-    return Seen(slots[none:].long(), hidden[:, none:])
+    return SeenRows(slots[none:].long(), hidden[:, none:])
 
 
-def _seen_in_range(which: RowRange, seq: int, part: slice, rows_per_block: int) -> Seen:
+def _seen_in_range(which: RowRange, seq: int, part: slice, rows_per_block: int) -> SeenRows:
     stop = which.stop[part]
     first = torch.zeros_like(stop) if which.first is None else which.first[part]
     seen = stop > first
@@ -129,10 +129,10 @@ def _seen_in_range(which: RowRange, seq: int, part: slice, rows_per_block: int) 
     at = torch.arange(low, high)
     slots = which.block_tables[seq, at // rows_per_block].long() * rows_per_block + at % rows_per_block
     hidden = (at >= stop[:, None]) | (at < first[:, None])
-    return Seen(slots, hidden if bool(hidden.any()) else None)
+    return SeenRows(slots, hidden if bool(hidden.any()) else None)
 
 
-def hidden_of(seen: Sequence[Seen], num_tokens: int) -> torch.Tensor | None:
+def hidden_of(seen: Sequence[SeenRows], num_tokens: int) -> torch.Tensor | None:
     """Of all sources side by side."""
     if all(each.hidden is None for each in seen):
         return None
