@@ -59,6 +59,10 @@ class Recorded:
         signature, constants, hints = {}, {}, {}
         for position, name in enumerate(self.kernel.arg_names):
             value = self.arguments[name]
+            if isinstance(value, tuple):
+                signature[name] = tuple(POINTERS[each.dtype] for each in value)
+                hints |= {(position, i): [["tt.divisibility", 16]] for i in range(len(value))}
+                continue
             if name not in runtime or value is None or (isinstance(value, int) and value == 1 and name not in kept):
                 signature[name], constants[(position,)] = "constexpr", value
                 continue
