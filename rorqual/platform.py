@@ -106,15 +106,21 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def trim_heap() -> None:
+    """Hand back to the kernel what is free; only with glibc, which otherwise keeps what other threads have freed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def return_freed_memory() -> None:
     """Hand back to the kernel, once, what loading has used and nobody needs now; only with glibc.
 
     That is what is free, for loading frees as much as it keeps; and 60 MB of torch's code, of which its start reads a
     little everywhere. Code that runs again is mapped again, from the file's pages that the kernel keeps.
     """
+    trim_heap()
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.malloc_trim(0)
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start, size in _code_of("libtorch_cpu.so", "libtorch_python.so"):
             libc.madvise(start, size, mmap.MADV_DONTNEED)

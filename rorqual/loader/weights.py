@@ -17,12 +17,15 @@ from rorqual.loader.dummy import dummy_integers, fill_dummy, fill_dummy_quantize
 from rorqual.loader.layer import Layer, OwnNames, WantedTensor
 from rorqual.loader.staging import Lane, Staging
 from rorqual.ops.split_blocks import split_blocks
+from rorqual.platform import trim_heap
 
 _log = logging.getLogger(__name__)
 
 _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Tables that old checkpoints store although they follow from the config."""
 _SHOWN = 8
+_TRIMS = 64
+"""How often, while weights are laid out, the memory that has become free is handed back."""
 
 
 def wanted_tensors(model: nn.Module) -> dict[str, WantedTensor]:
@@ -91,11 +94,17 @@ def load_weights(
 
     # Each thread fills whole layers by itself: with teams below them, threads would wait for each other's cores.
     torch_threads = torch.get_num_threads()
+    num_wanted = sum(math.prod(tensor.shape) for tensor in wanted.values())
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            laid_out = 0
             for sizes in pool.map(fill, filled if staging is None else _in_order(filled, num_threads)):
                 for num_values in sizes:
                     on_tensor(num_values)
+                laid_out += sum(sizes) if prepare else 0
+                if laid_out > num_wanted / _TRIMS:  # what was loaded is free behind what was made of it
+                    trim_heap()
+                    laid_out = 0
     finally:
         torch.set_num_threads(torch_threads)
     if staging is not None:
