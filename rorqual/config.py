@@ -105,7 +105,8 @@ class EngineConfig(StrictModel):
     """Bytes for the KV cache, e.g. 4GiB. Default on CPU: half of what is free, at most 4 GiB; on GPU: see
     gpu_memory_utilization."""
     num_kv_blocks: Annotated[int, Field(ge=1)] | None = None
-    """KV blocks per cache group; overrides kv_cache_memory."""
+    """KV blocks of block_size tokens, in each cache group that keeps all tokens; others get what they need of as many.
+    Overrides kv_cache_memory."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that this engine may fill: the KV cache gets what weights and the largest step leave of
     it, or of what other processes leave if that is less. Not used on CPU: see kv_cache_memory."""

@@ -171,7 +171,10 @@ class Floor(NamedTuple):
 
 
 def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelCost:
-    """Count a model, held in the formats that an engine has settled on. Allocates nothing."""
+    """Count a model, held in the formats that an engine has settled on. Allocates nothing.
+
+    Mixing of several streams and pooling of entries are left out: their weights are read, their operations are few.
+    """
     model = build_model(hf_config, resolved.placement(torch.device("meta"), 1))
     assert isinstance(model, torch.nn.Module)
     attention: Counter[tuple[tuple[Seen, ...], float]] = Counter()

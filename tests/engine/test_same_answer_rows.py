@@ -64,3 +64,16 @@ def test_tokens_do_not_depend_on(name, switch):
         if "tight" in switch:
             assert llm.engine.scheduler.num_preemptions > 0
         assert (llm.engine.stats.num_cached_tokens > 0) == (switch != "no prefix cache")
+
+
+def test_the_start_says_what_a_token_and_a_sequence_take():
+    """Five windows of 128 rows of 32; entries of 32, and index keys of 16, per 4 tokens in two layers, per 128 in one;
+    their states, values and gates, of twice the width where windows overlap."""
+    with tiny_llm("deepseek_v4", **OPTIONS) as llm:
+        banner = llm.engine.banner()
+    per_token = 2 * (32 + 16) * 4 // 4 + 32 * 4 // 128
+    windows = 5 * 32 * 4 * 4 * (128 // 4 + 1)
+    states = 2 * 4 * (32 + 16) * 4 * 4 * (8 // 4 + 1) + 2 * 32 * 4 * 4 * (128 // 4 + 1)
+    assert f"{per_token} bytes per token and {windows + states:,} per sequence" in banner
+    with tiny_llm("llama") as llm:
+        assert llm.engine.banner().count(", 384 bytes per token\n") == 1
