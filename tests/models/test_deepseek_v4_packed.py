@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rorqual import LLM, SamplingParams
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.loader.quantization_config import read_weight_quantization
@@ -26,6 +27,7 @@ from rorqual.loader.weights import wanted_tensors
 from rorqual.models.registry import build_model
 from rorqual.ops.registry import around
 from rorqual.quantization import QTensor
+from tests.engine.engines import TINY_OPTIONS
 from tests.models.scattered import loaded_model, logits_by_chunks, tokens
 from tests.tiny import DEEPSEEK_CONFIGS, random_deepseek
 
@@ -304,6 +306,34 @@ def test_as_released_caches_give_nearly_the_same_whatever_the_order_of_sums(chun
     assert distance(got, want) < 0.1
 
 
+# --- the engine
+
+
+def greedy(folder: Path, **options: Any) -> tuple[list[list[int]], list[int]]:
+    """Answers to some prompts, and the bytes of a row of every cache group."""
+    options = TINY_OPTIONS | {"max_model_len": 224, "num_kv_blocks": 300, "max_num_batched_tokens": 48} | options
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(str(folder), **options) as llm:
+        outputs = llm.generate([tokens(length, seed=length) for length in (3, 40, 150)], params, use_tqdm=False)
+        rows = [group.spec.bytes_per_row() for group in llm.engine.resolved.groups]
+    return [out.token_ids for out in outputs], rows
+
+
+def test_greedy_tokens_are_those_of_the_same_numbers():
+    packed, plain, _ = folders("fp4")
+    got, rows = greedy(packed, activation_quantization="none")
+    assert (got, rows) == greedy(plain)
+    assert rows == [4 * 80, 4 * (80 + 32), 16 * (80 + 32), 4 * 80, 8 * 80]
+
+
+def test_the_engine_runs_as_released():
+    """Inputs, caches and index keys rounded; 64 bytes, 16 numbers and a scale padded to 104 bytes, 17 per index key."""
+    got, rows = greedy(folders("fp4")[0], kv_cache_dtype="fp8", index_cache_dtype="fp4")
+    assert rows == [104, 104 + 17, 16 * (80 + 32), 104, 8 * 80]
+    assert {len(ids) for ids in got} == {16}
+    assert got != greedy(folders("fp4")[1])[0]
+
+
 # --- loading
 
 
@@ -336,6 +366,7 @@ _MEASURE = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
+from rorqual import LLM, SamplingParams
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.loader.checkpoint import open_checkpoint
@@ -397,8 +428,10 @@ def random_packed(folder: Path, shape: dict[str, Any]) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_needs_little_more_memory_than_the_packed_weights(tmp_path):
-    """Sixteen layers, laid out one by one for the compiled kernels: at most 10 % on top at any time. Each further thread
-    would have a layer of its own in the works."""
+    """Sixteen layers, laid out one by one for the compiled kernels: at most 10 % on top at any time.
+
+    Each further thread would have a layer of its own in the works.
+    """
     small, large = (random_packed(tmp_path / name, shape) for name, shape in (("small", SHAPE), ("large", LARGE)))
     command = [sys.executable, "-c", _MEASURE, str(small), str(large)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
