@@ -106,10 +106,10 @@ def _compress_rows(given: Arguments, _result: Any) -> Work:
     positions, slots = batch.positions.cpu(), batch.caches[entries.group].slot_mapping.cpu()
     read = made = 0
     for part in _seqs(batch):
-        start = int(positions[part.start])
-        for last in positions[part][slots[part] >= 0].tolist():
-            first, made = max(0, last + 1 - spans), made + 1
-            read += max(0, start - first)
+        completed = positions[part][slots[part] >= 0].tolist()
+        if completed:
+            made += len(completed)
+            read += max(0, int(positions[part.start]) - max(0, completed[0] + 1 - spans))
     num_bytes = given["projected"].nbytes + (batch.num_tokens + read) * _row_bytes(states)
     width = compression.norm.weight.shape[0]
     return Work(num_bytes + made * _row_bytes(entries), 4 * made * spans * width)
