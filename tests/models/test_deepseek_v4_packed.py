@@ -334,6 +334,14 @@ def test_the_engine_runs_as_released():
     assert got != greedy(folders("fp4")[1])[0]
 
 
+@pytest.mark.parametrize("options", [{"load_format": "dummy"}, {"quantization": "int8"}, {"dtype": "bfloat16"}])
+def test_the_engine_runs_with_other_weights(options):
+    """Made up in the packed formats; plain ones rounded to integers, wo_a by groups too; bfloat16."""
+    packed, plain, _ = folders("fp4")
+    got, _ = greedy(packed if "load_format" in options else plain, **options)
+    assert {len(ids) for ids in got} == {16}
+
+
 # --- loading
 
 
