@@ -28,7 +28,7 @@ MOST_ROWS = 128
 """Rows from which on other products are ahead in any case."""
 
 
-class Tile(NamedTuple):
+class PlainTile(NamedTuple):
     """What one program computes, with how many warps, and the stages of its loop."""
 
     block_n: int
@@ -38,11 +38,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of_plain(rows: int) -> Tile:
+def tile_of_plain(rows: int) -> PlainTile:
     """What a program computes, for a number of rows."""
     if rows <= FEW_ROWS:
-        return Tile(16, 8 if rows <= 8 else 16, 256, 1, 4)
-    return Tile(64, 32, 128, 4, 4)
+        return PlainTile(16, 8 if rows <= 8 else 16, 256, 1, 4)
+    return PlainTile(64, 32, 128, 4, 4)
 
 
 @triton.jit

@@ -17,9 +17,8 @@ from rorqual.ops.linear import Weight
 from rorqual.ops.quantize import quantize
 from rorqual.ops.triton import _grouped_kernels
 from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
-from rorqual.ops.triton._linear_launch import MOST_TILES, SKINNY, arrivals, shares, tile_of
-from rorqual.ops.triton._linear_launch import Tile as WeightTile
-from rorqual.ops.triton._plain_product import Tile, tile_of_plain
+from rorqual.ops.triton._linear_launch import MOST_TILES, SKINNY, Tile, arrivals, shares, tile_of
+from rorqual.ops.triton._plain_product import PlainTile, tile_of_plain
 from rorqual.ops.triton._prepared_weight import PreparedWeight
 from rorqual.ops.triton.launch import refuses
 from rorqual.quantization import FP8_ROW, FP8_ROW_UE8M0, QTensor, QuantFormat, ScaleLayout
@@ -29,17 +28,17 @@ _MOST_GROUPS = 32
 _WIDTH = 128
 _MIDDLE_ROWS = 256
 """Rows up to which tiles are smaller, as there would not be one for each multiprocessor."""
-_MIDDLE = WeightTile(64, 128, 4, 3)
+_MIDDLE = Tile(64, 128, 4, 3)
 """Of the same instruction (wgmma) as the tile for more rows, so that the results are the same."""
 
 
-def _plain_tile(rows: int, groups: int) -> Tile:
+def _plain_tile(rows: int, groups: int) -> PlainTile:
     """Groups fill the multiprocessors where rows do not."""
     if rows > _MIDDLE_ROWS:
-        return Tile(128, 128, 64, 8, 4)
+        return PlainTile(128, 128, 64, 8, 4)
     if rows > 16:
-        return Tile(64, 64, 128, 4, 3)
-    return tile_of_plain(rows) if groups < 64 else Tile(64, 8 if rows <= 8 else 16, 128, 4, 3)
+        return PlainTile(64, 64, 128, 4, 3)
+    return tile_of_plain(rows) if groups < 64 else PlainTile(64, 8 if rows <= 8 else 16, 128, 4, 3)
 
 
 def _refuse(
@@ -106,7 +105,7 @@ def grouped_linear_triton(
     return out
 
 
-def _multiply_plain(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, tile: Tile | None = None) -> None:
+def _multiply_plain(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, tile: PlainTile | None = None) -> None:
     rows, groups, features = out.shape
     tile = tile or _plain_tile(rows, groups)
     grid = (triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m), groups)

@@ -30,7 +30,7 @@ _LARGEST = 8192
 """Channels of a stream: a program holds a token's."""
 
 
-class Tile(NamedTuple):
+class StreamTile(NamedTuple):
     """Of the pass for the products."""
 
     tokens: int
@@ -39,13 +39,13 @@ class Tile(NamedTuple):
     """Steps of one program: one, or all of a share."""
 
 
-TILES = {64: Tile(16, 4, 1), 0: Tile(16, 4, _STEPS)}
+TILES = {64: StreamTile(16, 4, 1), 0: StreamTile(16, 4, _STEPS)}
 """By the most tokens that a tile is taken for; the last is for all above."""
 _MERGE_TILE = 4096
 """Values of a program that only merges."""
 
 
-def tile_of(num_tokens: int) -> Tile:
+def tile_of(num_tokens: int) -> StreamTile:
     """The entry of TILES for a number of tokens."""
     return next((tile for most, tile in TILES.items() if num_tokens <= most), TILES[0])
 
@@ -91,7 +91,7 @@ def _mix(
     *,
     merge: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     weighing: bool = True,
-    tile: Tile | None = None,
+    tile: StreamTile | None = None,
 ) -> Mixed:
     """merge: a sublayer's output, post and comb, and where the new streams go. Without `weighing` no post and comb."""
     num_tokens, count, dims = streams.shape
