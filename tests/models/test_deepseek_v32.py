@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from rorqual import SamplingParams
+from rorqual import LLM, SamplingParams
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.decoder import Placement
 from rorqual.models.registry import build_model, read_model_config
-from tests.engine.engines import tiny_llm
+from tests.engine.engines import TINY_OPTIONS, tiny_llm
 from tests.models.scattered import loaded_model, logits_by_chunks, tokens
 from tests.models.test_deepseek_v3 import V3
 from tests.tiny import DEEPSEEK_CONFIGS, checkpoint_folder, random_deepseek, reference_greedy, reference_logits
@@ -108,6 +108,19 @@ def test_chunks_do_not_matter_to_index_keys_in_few_bits(wide_index, kind, chunk_
     model = loaded_model(wide_index, index_cache_format=kind)
     whole, cut = (first_choices(model, token_ids, size) for size in (len(token_ids), chunk_size))
     assert sum(a != b for a, b in zip(whole, cut, strict=True)) <= 2
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("auto", 512), ("fp8", 132), ("fp4", 68)])
+def test_the_engine_keeps_index_keys_as_it_is_told(wide_index, kind, num_bytes):
+    """Where 24 tokens are all that there is, whatever they are rounded to."""
+    prompt, params = tokens(8), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(str(wide_index), **(TINY_OPTIONS | {"index_cache_dtype": kind})) as llm:
+        (group,) = llm.engine.resolved.groups
+        assert [part.bytes for part in group.spec.parts] == [4 * 40, num_bytes]
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    model = loaded_model(wide_index)
+    want = logits_by_chunks(model, prompt + output.token_ids, 4, num_prompt=8).argmax(-1)
+    assert output.token_ids == want[7:-1].tolist()
 
 
 def first_choices(model: Any, token_ids: list[int], chunk_size: int = 1000) -> list[list[int]]:
