@@ -180,9 +180,12 @@ class CacheManager:
 
     def check(self, live: Iterable[Sequence]) -> None:
         """Assert every invariant of all groups, given the sequences that hold blocks."""
-        tables = [seq.block_tables for seq in live]
+        live = list(live)
         for i, group in enumerate(self.groups):
-            group.pool.check([block for block in table[i] if block != PASSED] for table in tables)
+            group.pool.check([block for block in seq.block_tables[i] if block != PASSED] for seq in live)
+            for seq in live:
+                first = group.first_block(seq.num_computed_tokens)
+                assert all(block == PASSED for block in seq.block_tables[i][:first]), "a passed block is still held"
 
     def _name(self, group: GroupPool, names: list[PrefixNode], block: int) -> PrefixNode:
         """The name of a group's block, which is that of the prefix it ends."""
