@@ -202,7 +202,7 @@ DSPARK = {"dspark_block_size": 5, "dspark_noise_token_id": 128799, "dspark_targe
         ),
         (
             {"rope_scaling": None, "rope_parameters": ROPES | {"main": {"rope_theta": 7.0}}},
-            "of main layers: rope_theta is 7.0 in rope_parameters and 10000.0 beside it",
+            "of main layers: rope_theta is 7.0 in rope_parameters, and rope_theta beside it 10000.0",
         ),
         ({"num_attention_heads": 60}, r"num_attention_heads \(60\) must be a multiple of o_groups \(8\)"),
         ({"index_topk": None}, "lacks index_topk"),

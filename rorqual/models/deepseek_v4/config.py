@@ -250,13 +250,18 @@ def _read_rope(name: str, given: dict[str, Any], theta: float | None, partial: f
     allowed = ("default",) if name == "main" else ("default", "yarn")
     if len(kinds) > 1 or not kinds <= set(allowed):
         raise ValueError(f"{where} must be of type {' or '.join(allowed)}, got {' and '.join(sorted(kinds))}")
-    for key, beside in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+    spelled = "rope_theta" if name == "main" else "compress_rope_theta"
+    for key, outside, beside in (
+        ("rope_theta", spelled, theta),
+        ("partial_rotary_factor", "partial_rotary_factor", partial),
+    ):
         inside = given.pop(key, None)
         if None not in (inside, beside) and inside != beside:
-            raise ValueError(f"{where}: {key} is {inside!r} in rope_parameters and {beside!r} beside it: drop one")
+            raise ValueError(
+                f"{where}: {key} is {inside!r} in rope_parameters, and {outside} beside it {beside!r}: drop one"
+            )
         theta = inside if key == "rope_theta" and inside is not None else theta
     if theta is None:
-        spelled = "rope_theta" if name == "main" else "compress_rope_theta"
         raise ValueError(f"config.json of model_type 'deepseek_v4' lacks {spelled}")
     if given.get("attention_factor", 1.0) not in (None, 1.0):
         raise ValueError(f"{where}: attention_factor must be 1.0, got {given['attention_factor']!r}")
