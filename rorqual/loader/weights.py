@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ _RECOMPUTED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _SHOWN = 8
 _TRIMS = 64
 """How often, while weights are laid out, the memory that has become free is handed back."""
+_MOST_TWICE = 1 / 32
+"""Part of a model that may be in memory as it was loaded and as it is laid out, unless a single layer is more."""
 
 
 def wanted_tensors(model: nn.Module) -> dict[str, WantedTensor]:
@@ -81,6 +84,9 @@ def load_weights(
             )
     _warn_untied(checkpoint, names, tied_tensors)
 
+    num_wanted = sum(math.prod(tensor.shape) for tensor in wanted.values())
+    twice = _Budget(num_wanted * _MOST_TWICE)
+
     def fill(layer: Layer) -> list[int]:
         with nullcontext() if staging is None else staging.lane() as lane:
             for name, tensor in filled[layer].items():
@@ -88,13 +94,16 @@ def load_weights(
                     _hand_over(checkpoint, name, tensor, lane)
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"tensor {name} in {checkpoint.path}: {error}") from error
+            sizes = [math.prod(tensor.shape) for tensor in filled[layer].values()]
             if prepare:
-                prepare_weights(layer)
-        return [math.prod(tensor.shape) for tensor in filled[layer].values()]
+                with twice.take(sum(sizes)):
+                    prepare_weights(layer)
+                    if sum(sizes) > num_wanted / _TRIMS:
+                        trim_heap()  # what was loaded is free behind what was made of it
+        return sizes
 
     # Each thread fills whole layers by itself: with teams below them, threads would wait for each other's cores.
     torch_threads = torch.get_num_threads()
-    num_wanted = sum(math.prod(tensor.shape) for tensor in wanted.values())
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             laid_out = 0
@@ -102,7 +111,7 @@ def load_weights(
                 for num_values in sizes:
                     on_tensor(num_values)
                 laid_out += sum(sizes) if prepare else 0
-                if laid_out > num_wanted / _TRIMS:  # what was loaded is free behind what was made of it
+                if laid_out > num_wanted / _TRIMS:
                     trim_heap()
                     laid_out = 0
     finally:
@@ -117,6 +126,28 @@ def load_weights(
         for name, tensor in wanted.items():
             if tensor.keep_blocks is not None:
                 checkpoint.release(name)
+
+
+class _Budget:
+    """How much may be in the works at once. Who asks for more than is left waits; for more than all, has it alone."""
+
+    def __init__(self, most: float) -> None:
+        self._most = self._left = most
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, amount: float) -> Iterator[None]:
+        """Hold some of it while the block runs. Blocks do not nest."""
+        amount = min(amount, self._most)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left >= amount)
+            self._left -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += amount
+                self._changed.notify_all()
 
 
 def _in_order(filled: Mapping[Layer, Mapping[str, WantedTensor]], num_threads: int) -> list[Layer]:

@@ -364,11 +364,11 @@ def test_every_tensor_is_read_once(monkeypatch):
 
 LARGE = SHAPE | {
     "vocab_size": 4096,
-    "hidden_size": 512,
-    "num_hidden_layers": 16,
-    "compress_ratios": [0, *[4, 128, 4] * 5],
-    "moe_intermediate_size": 512,
-    "n_routed_experts": 16,
+    "hidden_size": 1024,  # large enough that modules themselves, some kilobytes each, do not count
+    "num_hidden_layers": 24,
+    "compress_ratios": [0, *[4, 128] * 11, 0],
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 8,
 }
 _MEASURE = """
 import json, sys, threading, time
@@ -390,7 +390,7 @@ def anonymous():
 def load(folder):
     checkpoint, dtype = open_checkpoint(Path(folder)), torch.bfloat16
     model = build_model(checkpoint.config, Placement(Mesh.single(), dtype, torch.device("cpu"), dtype, 512))
-    load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=1, prepare=True)
+    load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=2, prepare=True)
     return model, checkpoint.size_bytes
 
 def look():
@@ -436,12 +436,9 @@ def random_packed(folder: Path, shape: dict[str, Any]) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_needs_little_more_memory_than_the_packed_weights(tmp_path):
-    """Sixteen layers, laid out one by one for the compiled kernels: at most 10 % on top at any time.
-
-    Each further thread would have a layer of its own in the works.
-    """
+    """Twenty-four layers, laid out for the compiled kernels a few at a time: at most 10 % on top at any moment."""
     small, large = (random_packed(tmp_path / name, shape) for name, shape in (("small", SHAPE), ("large", LARGE)))
     command = [sys.executable, "-c", _MEASURE, str(small), str(large)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found["stored"] > 140e6
+    assert found["stored"] > 300e6
     assert 0.9 * found["stored"] < found["peak"] < 1.1 * found["stored"]
