@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable
@@ -89,8 +90,9 @@ class Block(nn.Module):
             prefix=f"{prefix}.ffn",
         )
 
+    @functools.cached_property
     def sublayers(self) -> tuple[Sublayer, Sublayer]:
-        """Attention, then experts."""
+        """Attention, then experts. The weights are there by now, and stay where they are."""
 
         def experts(x: torch.Tensor, batch: Batch, _kv: KVStorage) -> torch.Tensor:
             out: torch.Tensor = self.ffn(x, batch.input_ids)
@@ -225,7 +227,7 @@ class DeepseekV4(nn.Module):
 
 def run_blocks(blocks: Iterable[nn.Module], streams: torch.Tensor, batch: Batch, kv: KVStorage) -> torch.Tensor:
     """Streams [num_tokens, N, hidden_size] through all sublayers of some blocks."""
-    sublayers = [half for block in blocks if isinstance(block, Block) for half in block.sublayers()]
+    sublayers = [half for block in blocks if isinstance(block, Block) for half in block.sublayers]
     mixed = mix_streams(streams, sublayers[0].mix, sublayers[0].norm)
     for this, following in itertools.pairwise(sublayers):
         output = this.run(mixed.hidden, batch, kv)
