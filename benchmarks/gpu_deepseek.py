@@ -206,7 +206,7 @@ def time_layers(folder: Path, shapes: list[tuple[int, int]]) -> dict[str, Any]:
     for step in steps:
         ops = []
         for timing in bench.time_step(step):
-            if not timing.is_part or (timing.num_calls == 1 and bench.used_layers > 1):
+            if timing.role != "part" or (timing.num_calls == 1 and bench.used_layers > 1):
                 continue
             floor = limits.seconds(timing.work) * 1e6 if timing.work else None
             ops.append(
@@ -297,7 +297,13 @@ def run_in_process(model: str, part: str, folder: Path) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "layers": LAYERS,
     "experts": {"qwen3-30b-a3b": QWEN3_MOE},
-    "engine": {"v4-flash-cut": V4_FLASH | {"num_hidden_layers": ENGINE_LAYERS}},
+    "engine": {
+        "v4-flash-cut": V4_FLASH
+        | {
+            "num_hidden_layers": ENGINE_LAYERS,
+            "compress_ratios": [*V4_FLASH["compress_ratios"][:ENGINE_LAYERS], 0],
+        }
+    },
 }
 
 

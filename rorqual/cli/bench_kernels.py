@@ -95,10 +95,10 @@ def table(timings: list[OpTiming], limits: Limits, *, used_layers: int, num_laye
         columns = " ".join(f"{text:>{width}}" for text, width in zip(shown, (9, 8, 9, 10, 8), strict=True))
         once = each.num_calls == 1 and used_layers > 1
         calls = "once" if once else f"{each.num_calls / used_layers:.3g}"
-        marks = "" if each.is_part else ", with the ops it calls"
+        marks = {"part": "", "whole": ", with the ops it calls", "inner": ", within another op"}[each.role]
         marks += ", host included" if in_graphs and not each.in_graph else ""
         lines.append(f"{each.us:>9.2f} {calls:>6} {columns}  {each.op} ({each.backend}{marks}) {each.shapes}")
-        if each.is_part:
+        if each.role == "part":
             times = 1 if once else num_layers * each.num_calls / used_layers
             whole_us += times * each.us
             floor_us += times * facts["floor_us"] if counted else 0.0

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,11 @@ class StepShape(NamedTuple):
     """Keys that the last of them sees, itself included."""
 
 
+Role = Literal["part", "whole", "inner"]
+"""Of a call: a "part" of the step, which is all such calls together; the "whole" of a reference and the ops that it
+calls; or "inner" to another op's kernels, whose part it belongs to."""
+
+
 class OpTiming(NamedTuple):
     """Calls of one op that are alike."""
 
@@ -50,8 +55,7 @@ class OpTiming(NamedTuple):
     shapes: str
     num_calls: int
     """In all the layers that were built."""
-    is_part: bool
-    """Whether it called no other op: all such together are the step."""
+    role: Role
     us: float
     in_graph: bool
     work: Work | None
@@ -102,7 +106,7 @@ class LayerBench:
         found = []
         for calls in recorder.groups.values():
             timed = call_us(self.resolved.device, calls.kept)
-            facts = (calls.op.name, calls.backend, calls.shapes, len(calls.works), calls.is_part)
+            facts = (calls.op.name, calls.backend, calls.shapes, len(calls.works), calls.role)
             found.append(OpTiming(*facts, *timed, calls.work()))
             calls.kept.clear()
             on_op()
@@ -146,7 +150,7 @@ class _Calls:
     op: Op[..., Any]
     backend: str
     shapes: str
-    is_part: bool
+    role: Role
     works: list[Work | None] = field(default_factory=list)
     kept: list[Callable[[], Any]] = field(default_factory=list)
 
@@ -171,20 +175,25 @@ class _Recorder:
     """Keeps the calls of ops; those with the same shapes and operations are alike."""
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[str, str, float], _Calls] = {}
+        self.groups: dict[tuple[str, str, float, Role], _Calls] = {}
         self._inner_calls = [0]
+        self._within_kernels = False
 
     def run(self, op: Op[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and keep it."""
+        backend = next((known.backend for known in op.impls if known.fn is fn), "reference")
+        within, by_kernels = self._within_kernels, backend != "reference"
         self._inner_calls[-1] += 1
         self._inner_calls.append(0)
+        self._within_kernels |= by_kernels
         result = fn(*args, **kwargs)
-        is_part = not self._inner_calls.pop()
+        self._within_kernels = within
+        calls_others = self._inner_calls.pop() > 0
+        role: Role = "inner" if within else "whole" if calls_others and not by_kernels else "part"
         shapes, work = _shapes(args, kwargs, result), op_work(op, args, kwargs, result)
-        key = (op.name, shapes, work.flops if work else 0.0)
+        key = (op.name, shapes, work.flops if work else 0.0, role)
         if key not in self.groups:
-            backend = next((known.backend for known in op.impls if known.fn is fn), "reference")
-            self.groups[key] = _Calls(op, backend, shapes, is_part)
+            self.groups[key] = _Calls(op, backend, shapes, role)
         self.groups[key].add(lambda: op(*args, **kwargs), work)
         return result
 

@@ -44,7 +44,7 @@ def timed_once(_device, calls):
 def test_parts_do_the_work_of_the_whole_step(name, shape):
     bench = bench_of(name)
     timings = bench.time_step(shape)
-    parts = [each for each in timings if each.is_part]
+    parts = [each for each in timings if each.role == "part"]
     assert {"linear", "paged_attention", "store_kvcache", "rotary_embedding"} <= {each.op for each in parts}
     cost = model_cost(open_checkpoint(checkpoint_folder(name)).config, bench.resolved)
     assert bench.used_layers == bench.num_layers == 3
@@ -63,7 +63,7 @@ def test_parts_of_layers_over_rows_do_the_work_of_the_whole_step(name, shape):
     timings = bench.time_step(shape)
     assert not [each.op for each in timings if each.work is None]
     left_out = {"merge_streams", "compress_rows"}
-    parts = [each for each in timings if each.is_part and each.op not in left_out]
+    parts = [each for each in timings if each.role == "part" and each.op not in left_out]
     cost = model_cost(open_checkpoint(checkpoint_folder(name)).config, bench.resolved)
     whole = cost.decode_step([shape.context] * 3) if shape.length == 1 else cost.prefill([10, 10])
     assert sum(each.num_calls * each.work.flops for each in parts) == whole.flops
@@ -76,14 +76,14 @@ def test_calls_alike_in_all_layers_are_one_line_and_take_turns():
     assert down.work.num_bytes == 4 * (3 * 80 + 80 * 48 + 3 * 48)
     blocks = [each for each in timings if each.op == "gated_mlp_block"]
     assert blocks
-    assert not any(each.is_part for each in blocks)
+    assert {each.role for each in blocks} == {"whole"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_blocks_count_what_their_parts_do(name):
     timings = bench_of(name).time_step(PROMPT)
     blocks = sum(t.num_calls * t.work.flops for t in timings if t.op.endswith("_block"))
-    parts = sum(t.num_calls * t.work.flops for t in timings if t.is_part)
+    parts = sum(t.num_calls * t.work.flops for t in timings if t.role == "part")
     (head,) = [t for t in timings if t.op == "linear" and t.shapes.endswith("2x199")]
     assert blocks == parts - head.work.flops
 

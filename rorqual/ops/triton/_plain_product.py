@@ -25,7 +25,9 @@ from rorqual.ops.triton._number_formats import round_to, rounded
 FEW_ROWS = 16
 """Rows that one program takes at most where it streams a strip of the weight."""
 MOST_ROWS = 128
-"""Rows from which on other products are ahead in any case."""
+"""Rows from which on other products are ahead of wide weights in any case."""
+NARROW, MOST_ROWS_OF_NARROW = 512, 512
+"""Outputs that larger tiles would share among too few programs, and the rows up to which that counts: routers."""
 
 
 class PlainTile(NamedTuple):
@@ -38,9 +40,9 @@ class PlainTile(NamedTuple):
     stages: int
 
 
-def tile_of_plain(rows: int) -> PlainTile:
-    """What a program computes, for a number of rows."""
-    if rows <= FEW_ROWS:
+def tile_of_plain(rows: int, features: int | None = None) -> PlainTile:
+    """What a program computes, for a number of rows and outputs; None are many."""
+    if rows <= FEW_ROWS or (features is not None and features <= NARROW):
         return PlainTile(16, 8 if rows <= 8 else 16, 256, 1, 4)
     return PlainTile(64, 32, 128, 4, 4)
 
@@ -138,7 +140,7 @@ def multiply_plain(
 ) -> None:
     """x [rows, columns] times a weight of its dtype into out [rows, features]; x's rows have no gaps."""
     rows, features = out.shape
-    tile = tile_of_plain(rows)
+    tile = tile_of_plain(rows, features)
     product_kernel[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
         x,
         weight,

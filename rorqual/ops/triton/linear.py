@@ -44,7 +44,7 @@ from rorqual.ops.triton._linear_launch import (
     multiply_scaled,
     multiply_weight_only,
 )
-from rorqual.ops.triton._plain_product import MOST_ROWS, multiply_plain, refuse_plain
+from rorqual.ops.triton._plain_product import MOST_ROWS, MOST_ROWS_OF_NARROW, NARROW, multiply_plain, refuse_plain
 from rorqual.ops.triton._prepared_weight import WIDTH, PreparedWeight, lay_out, refuse_weight
 from rorqual.ops.triton.launch import INTERPRETING, refuses
 from rorqual.quantization import FP8_ROW, FP8_ROW_UE8M0, MXFP8, QTensor, QuantFormat, ScaleLayout
@@ -136,7 +136,8 @@ def _refuse_plain(
         return f"writes {x.dtype} or float32, got {out_dtype}"
     if hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc) is not None:
         return None
-    return refuse_plain(x, weight, most_rows=MOST_ROWS)
+    narrow = weight.dim() == 2 and weight.shape[0] <= NARROW
+    return refuse_plain(x, weight, most_rows=MOST_ROWS_OF_NARROW if narrow else MOST_ROWS)
 
 
 @linear.impl("triton", refuse=_refuse)

@@ -36,6 +36,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FEW_ROWS = 16
 _FEW_TILES_ROWS, _FEW_TILES, _TALL = 128, 2048, 2.5
 """Fewer rows than the first, outputs up to the second, and the third's multiple of them in K."""
+_NARROW_ROWS, _NARROW = 512, 512
+"""Up to so many rows and outputs: routers, whose whole product would be a few of cuBLAS's programs."""
 
 if torch.cuda.is_available():  # (sums in 16 bits, split K), the second of which cuBLASLt alone can leave
     if torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublaslt:
@@ -77,7 +79,9 @@ def _refuse(
 
 def _is_slow_unsplit(rows: int, features: int, columns: int) -> bool:
     """Whether the kernels of few rows are ahead, as measured on an H200."""
-    return rows <= _FEW_ROWS or (rows < _FEW_TILES_ROWS and features <= _FEW_TILES and columns >= _TALL * features)
+    few = rows < _FEW_TILES_ROWS and features <= _FEW_TILES and columns >= _TALL * features
+    narrow = rows <= _NARROW_ROWS and features <= _NARROW and columns >= _TALL * features
+    return rows <= _FEW_ROWS or few or narrow
 
 
 def _elsewhere(*tensors: torch.Tensor | None) -> str | None:
