@@ -234,12 +234,15 @@ def time_engine(folder: Path) -> dict[str, Any]:
     from rorqual.cli.bench_steady import seconds_per_step
     from rorqual.cli.collect_env import environment
     from rorqual.engine.device_timing import measure_limits
+    from rorqual.engine.roofline import model_cost
 
     rows = []
+    config = json.loads((folder / "config.json").read_text())
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "block_size": BLOCK_SIZE}
     with LLM(str(folder), max_model_len=8192, max_num_seqs=128, progress=False, **options) as llm:
         engine = llm.engine
         limits = measure_limits(engine.resolved.device, engine.resolved.dtype)
+        cost = model_cost(config, engine.resolved)
         for batch in BATCHES:
             params = SamplingParams(temperature=0.6, seed=1, max_tokens=600, ignore_eos=True)
             ids = [
@@ -248,7 +251,16 @@ def time_engine(folder: Path) -> dict[str, Any]:
             while engine.scheduler.num_prompts:
                 engine.step()
             times = [seconds_per_step(engine, 20) for _ in range(4)][1:]
-            rows.append({"batch": batch, "context": 1100, "step_s": sorted(times)[1]})
+            work = cost.decode_step([1100] * batch)
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": 1100,
+                    "step_s": sorted(times)[1],
+                    "num_bytes": work.num_bytes,
+                    "floor_s": limits.seconds(work),
+                }
+            )
             for request in ids:
                 engine.abort(request)
             while engine.has_work:
@@ -320,8 +332,8 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
 def report(found: dict[str, Any]) -> str:
     """The tables, as Markdown."""
     lines = ["# DeepSeek's models on a GPU", ""]
-    abouts = {json.dumps(r["about"]): r["about"] for p in found.values() for r in p.values() if "about" in r}
-    for about in abouts.values():
+    abouts = [result["about"] for part in found.values() for result in part.values() if "about" in result]
+    for about in {json.dumps(about | {"date": about["date"][:10]}): about for about in abouts}.values():
         lines.append(
             f"- {', '.join(about['gpus']) or 'no GPU'}; python {about['python']}, torch {about['torch']}, triton "
             f"{about['triton']}; {about['date'][:10]}, commit {about['commit'] or 'not recorded'}"
@@ -382,11 +394,15 @@ def engine_table(model: str, result: dict[str, Any]) -> list[str]:
         "",
         f"Weights take {result['weight_bytes'] / 1e9:.1f} GB; the start takes {start:.0f} s.",
         "",
-        "| sequences | ms a step | tok/s |",
-        "|---" * 3 + "|",
+        "| sequences | ms a step | tok/s | GB a step | of the floor |",
+        "|---" * 5 + "|",
     ]
     for row in result["rows"]:
-        lines.append(f"| {row['batch']} | {1e3 * row['step_s']:.2f} | {row['batch'] / row['step_s']:,.0f} |")
+        step = row["step_s"]
+        lines.append(
+            f"| {row['batch']} | {1e3 * step:.2f} | {row['batch'] / step:,.0f} | {row['num_bytes'] / 1e9:.1f} | "
+            f"{row['floor_s'] / step:.0%} |"
+        )
     return [*lines, ""]
 
 
