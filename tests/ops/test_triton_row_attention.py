@@ -60,6 +60,22 @@ def test_a_token_is_the_same_alone_and_in_company(kind: str, monkeypatch: pytest
     assert torch.equal(run(args, options), together)
 
 
+def test_a_token_of_longer_spans_is_the_same_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "LONG", 1280)
+    contexts = [700, 1216, 1217, 2500]
+    args, options = row_attention_case([1] * 4, contexts, dtype=torch.bfloat16, heads=2, rows_per_block=16)
+    together = run(args, options)
+    for token, context in enumerate(contexts):
+        assert torch.equal(run(alone(args, token, context), options)[0], together[token])
+
+
+@pytest.mark.parametrize("capacity", [641, 1280, 4095, 4096, 4160, 8192, 32768, 163840])
+def test_the_workspace_holds_the_spans_of_every_token(capacity: int) -> None:
+    room = launches._most_spans(capacity)
+    for rows in range(641, capacity + 1, 63):
+        assert launches._most_spans(rows) <= room
+
+
 def test_a_prompt_is_the_same_in_pieces() -> None:
     args, options = row_attention_case([6], [700], dtype=torch.bfloat16, heads=3, rows_per_block=16)
     query, ((cache, which),), _ = args

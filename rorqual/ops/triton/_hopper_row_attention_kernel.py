@@ -3,7 +3,9 @@
 Tiles, spans and the order of sums are those of `_row_attention_kernel`, whose arguments it takes; 64 heads of one token
 make a program. A tile lies in shared memory in three parts: the left and the right half of the values, and what is
 beside them. The scoring warps hand weights over, and what earlier sums shrink by; each adding group has half of the
-columns, and frees its part of a tile as soon as it is done with it, so that the next tile's comes early.
+columns, and frees its part of a tile as soon as it is done with it, so that the next tile's comes early. Of records
+the copying warps make bfloat16 in registers: those are 8 bytes aligned, too little for copies of 16, and shared memory
+has no room for them beside their numbers.
 
 Written in Gluon, where warps and memory are the kernel's own business; it has no interpreter.
 """
@@ -23,6 +25,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rorqual.ops.triton._hopper_attention_kernel import _bfloat16
+
+# Four e4m3 codes to bfloat16, times a power of two: the seven bits below the sign, moved to bits 10-4, are the value
+# times 2^-120. Exact, but NaN codes are +-480.
+_DECODE_E4M3 = gl.constexpr("""{
+.reg .b32 t, u, c;
+mov.b32 c, 0x7B807B80;
+prmt.b32 t, $2, 0, 0x1404;
+prmt.b32 u, $2, 0, 0x3424;
+and.b32 $0, t, 0x80008000;
+shr.u32 t, t, 4;
+lop3.b32 $0, t, 0x07F007F0, $0, 0xEA;
+and.b32 $1, u, 0x80008000;
+shr.u32 u, u, 4;
+lop3.b32 $1, u, 0x07F007F0, $1, 0xEA;
+mul.rn.bf16x2 $0, $0, c;
+mul.rn.bf16x2 $1, $1, c;
+mul.rn.bf16x2 $0, $0, $3;
+mul.rn.bf16x2 $1, $1, $3;
+}""")
 
 
 @gluon.jit
@@ -111,6 +132,84 @@ def _load(values0, values1, where0, where1, tiles0, here, tile_parts, ready, fre
             _copy(tile_parts[2], ready[2], free[2], slot, phase, rows, there, 2 * HALF, REST, LINES)
         _copy(tile_parts[0], ready[0], free[0], slot, phase, rows, there, 0, HALF, LINES)
         _copy(tile_parts[1], ready[1], free[1], slot, phase, rows, there, HALF, HALF, LINES)
+
+
+@gluon.jit
+def _words(words, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr, LINES: gl.constexpr):
+    """Some words of four bytes of each record; records begin at every second word, counted in `at`."""
+    word = FIRST + gl.arange(0, WORDS, layout=gl.SliceLayout(0, LINES))
+    return gl.load(words + (at * 2)[:, None] + word[None, :], mask=there[:, None], other=0)
+
+
+@gluon.jit
+def _decode(codes, scales, piece, BYTE: gl.constexpr):
+    """[BN, 16] words of four codes times a scale, which is a byte of a word, into a piece of a tile."""
+    # A power of two from its exponent, twice in a word; 2^-127 is a subnormal.
+    power = gl.maximum(((scales >> (8 * BYTE)) & 0xFF) << 7, 1 << 6) * 0x10001
+    low, high = gl.inline_asm_elementwise(
+        _DECODE_E4M3, "=r,=r,r,r", [codes, power[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    piece.store(gl.join(low, high).reshape([codes.shape[0], 32]))
+
+
+@gluon.jit
+def _load_records(records0, records1, where0, where1, tiles0, here, tile_parts, ready, free, BN: gl.constexpr,
+                  TWO: gl.constexpr, LIST0: gl.constexpr, LIST1: gl.constexpr, ROWS0: gl.constexpr,
+                  ROWS1: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """As `_load`, of records: 448 codes, 64 numbers as they are, and a word of seven scales. What comes next is on its
+    way to registers while something else is decoded."""
+    first_span, last_span, length, tiles, _spans = here
+    low, high = first_span * length, gl.minimum(last_span * length, tiles)
+    CODES: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, CODES)
+    PIECE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    left = tile_parts[0]._reinterpret(gl.int32, [STAGES * 4, BN, 32], PIECE)
+    right = tile_parts[1]._reinterpret(gl.int32, [STAGES * 4, BN, 32], PIECE)
+    next_at, next_there = _find(low, tiles0, where0, where1, ROW, BN, TWO, LIST0, LIST1, ROWS0, ROWS1)
+    records = records0
+    if TWO:
+        records = gl.where(low < tiles0, records0, records1)
+    codes0 = _words(records, next_at, next_there, 0, 16, CODES)
+    codes1 = _words(records, next_at, next_there, 16, 16, CODES)
+    codes2 = _words(records, next_at, next_there, 32, 16, CODES)
+    codes3 = _words(records, next_at, next_there, 48, 16, CODES)
+    scale0 = gl.load(records + next_at * 2 + 144, mask=next_there, other=0)
+    for tile in range(low, high):
+        slot = (tile - low) % STAGES
+        phase = (((tile - low) // STAGES) & 1) ^ 1
+        mbarrier.wait(free[0].index(slot), phase)
+        _decode(codes0, scale0, left.index(slot * 4), 0)
+        codes4 = _words(records, next_at, next_there, 64, 16, CODES)
+        scale1 = gl.load(records + next_at * 2 + 145, mask=next_there, other=0)
+        _decode(codes1, scale0, left.index(slot * 4 + 1), 1)
+        codes5 = _words(records, next_at, next_there, 80, 16, CODES)
+        _decode(codes2, scale0, left.index(slot * 4 + 2), 2)
+        codes6 = _words(records, next_at, next_there, 96, 16, CODES)
+        _decode(codes3, scale0, left.index(slot * 4 + 3), 3)
+        after_at, after_there = _find(tile + 1, tiles0, where0, where1, ROW, BN, TWO, LIST0, LIST1, ROWS0, ROWS1)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready[0].index(slot))
+        at = gl.convert_layout(next_at, gl.SliceLayout(1, LINES), assert_trivial=True)
+        there = gl.convert_layout(next_there, gl.SliceLayout(1, LINES), assert_trivial=True)
+        beside = _words(records, at, there, 112, 32, LINES)
+        next_at, next_there = after_at, after_there
+        if TWO:
+            records = gl.where(tile + 1 < tiles0, records0, records1)
+        mbarrier.wait(free[1].index(slot), phase)
+        _decode(codes4, scale1, right.index(slot * 4), 0)
+        codes0 = _words(records, next_at, next_there, 0, 16, CODES)
+        scale0 = gl.load(records + next_at * 2 + 144, mask=next_there, other=0)
+        _decode(codes5, scale1, right.index(slot * 4 + 1), 1)
+        codes1 = _words(records, next_at, next_there, 16, 16, CODES)
+        _decode(codes6, scale1, right.index(slot * 4 + 2), 2)
+        codes2 = _words(records, next_at, next_there, 32, 16, CODES)
+        right.index(slot * 4 + 3).store(beside)
+        codes3 = _words(records, next_at, next_there, 48, 16, CODES)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready[1].index(slot))
 
 
 @gluon.jit
@@ -228,7 +327,9 @@ def _add(here, place, partial, out, part, free, talk, PART: gl.constexpr, V: gl.
             gl.store(out + row[:, None] * V + d[None, :], _bfloat16(acc), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans", "whole", "span"])
+@gluon.jit(
+    do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans", "whole", "span", "long"]
+)
 def hopper_rows_kernel(
     query,
     owners,
@@ -258,6 +359,7 @@ def hopper_rows_kernel(
     most_spans,
     whole,
     span,
+    long,
     scale,
     W: gl.constexpr,
     V: gl.constexpr,
@@ -275,10 +377,12 @@ def hopper_rows_kernel(
     FIRST1: gl.constexpr,
     ROWS0: gl.constexpr,
     ROWS1: gl.constexpr,
+    RECORDS: gl.constexpr,
     SINKS: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Grid and arguments as `rows_kernel` has them; W is BLOCK_V, or BLOCK_V + 64."""
+    """Grid and arguments as `rows_kernel` has them; W is BLOCK_V, or BLOCK_V + 64. RECORDS, of 448 codes, 64
+    numbers and seven scales, are int32, and their strides are in words of eight bytes."""
     HALF: gl.constexpr = BLOCK_V // 2
     REST: gl.constexpr = W - BLOCK_V
     BESIDE: gl.constexpr = REST if REST > 0 else 64
@@ -297,7 +401,9 @@ def hopper_rows_kernel(
     last_span = 1
     num_asked = num_heads
     if SPLIT:
-        wanted = gl.where(tiles * BN <= whole, 1, gl.minimum(most_spans, (tiles * BN + span - 1) // span))
+        rows = tiles * BN
+        each = gl.where(rows < long, span, 2 * span)
+        wanted = gl.where(rows <= whole, 1, gl.minimum(most_spans, (rows + each - 1) // each))
         length = gl.maximum((tiles + wanted - 1) // wanted, 1)  # in tiles
         spans = gl.maximum((tiles + length - 1) // length, 1)
         share = (spans + gl.num_programs(2) - 1) // gl.num_programs(2)
@@ -341,8 +447,8 @@ def hopper_rows_kernel(
     told = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(left_ready.index(slot), count=128)  # every copying thread
-        mbarrier.init(right_ready.index(slot), count=128)
+        mbarrier.init(left_ready.index(slot), count=1 if RECORDS else 128)  # every copying thread
+        mbarrier.init(right_ready.index(slot), count=1 if RECORDS else 128)
         mbarrier.init(beside_ready.index(slot), count=128)
         mbarrier.init(left_free.index(slot), count=1)
         mbarrier.init(right_free.index(slot), count=1)
@@ -366,15 +472,31 @@ def hopper_rows_kernel(
     tile_parts = (left, right, beside)
     ready = (left_ready, right_ready, beside_ready)
     free = (left_free, right_free, beside_free)
-    gl.warp_specialize(
-        [
-            (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, SPLIT)),
-            (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, SPLIT)),
-            (_score, (where0, where1, tiles0, here, place, stats, sinks, scale, (q_left, q_right, q_beside), tile_parts,
-                      ready, beside_free, talk, BN, REST, TWO, LIST0, LIST1, ROWS0, ROWS1, STAGES, SINKS, SPLIT)),
-            (_load, (values0, values1, where0, where1, tiles0, here, tile_parts, ready, free, BN, HALF, REST, TWO,
-                     LIST0, LIST1, ROWS0, ROWS1, STAGES)),
-        ],
-        [4, 4, 4],
-        [168, 112, 64],
-    )  # fmt: skip
+    if RECORDS:
+        gl.warp_specialize(
+            [
+                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, SPLIT)),
+                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, SPLIT)),
+                (_score, (where0, where1, tiles0, here, place, stats, sinks, scale, (q_left, q_right, q_beside),
+                          tile_parts, ready, beside_free, talk, BN, REST, TWO, LIST0, LIST1, ROWS0, ROWS1, STAGES,
+                          SINKS, SPLIT)),
+                (_load_records, (values0, values1, where0, where1, tiles0, here, tile_parts, ready, free, BN, TWO,
+                                 LIST0, LIST1, ROWS0, ROWS1, STAGES)),
+            ],
+            [4, 4, 4],
+            [160, 88, 104],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, SPLIT)),
+                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, SPLIT)),
+                (_score, (where0, where1, tiles0, here, place, stats, sinks, scale, (q_left, q_right, q_beside),
+                          tile_parts, ready, beside_free, talk, BN, REST, TWO, LIST0, LIST1, ROWS0, ROWS1, STAGES,
+                          SINKS, SPLIT)),
+                (_load, (values0, values1, where0, where1, tiles0, here, tile_parts, ready, free, BN, HALF, REST, TWO,
+                         LIST0, LIST1, ROWS0, ROWS1, STAGES)),
+            ],
+            [4, 4, 4],
+            [168, 112, 64],
+        )  # fmt: skip

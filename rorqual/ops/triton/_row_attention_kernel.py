@@ -188,7 +188,9 @@ def _softmax_of_sinks(sinks, heads, num_heads, wanted, BLOCK_H: tl.constexpr, BL
     return most, total, tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
 
 
-@triton.jit(do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans", "whole", "span"])
+@triton.jit(
+    do_not_specialize=["which0_row", "which1_row", "first_token", "num_heads", "most_spans", "whole", "span", "long"]
+)
 def rows_kernel(
     query,
     owners,
@@ -222,6 +224,7 @@ def rows_kernel(
     most_spans,
     whole,
     span,
+    long,
     scale,
     W: tl.constexpr,
     V: tl.constexpr,
@@ -267,7 +270,9 @@ def rows_kernel(
         begin1, count1 = _rows_seen(which1, first1, stop1, token, which1_row, LIST1, LENGTH1, WIDTH1, FIRST1)
         tiles += (count1 + BN - 1) // BN
     if SPLIT:
-        wanted = tl.where(tiles * BN <= whole, 1, tl.minimum(most_spans, (tiles * BN + span - 1) // span))
+        rows = tiles * BN
+        each = tl.where(rows < long, span, 2 * span)
+        wanted = tl.where(rows <= whole, 1, tl.minimum(most_spans, (rows + each - 1) // each))
         length = tl.maximum((tiles + wanted - 1) // wanted, 1)  # in tiles
         spans = tl.maximum((tiles + length - 1) // length, 1)
         share = (spans + tl.num_programs(2) - 1) // tl.num_programs(2)

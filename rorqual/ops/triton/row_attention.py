@@ -19,9 +19,10 @@ from rorqual.ops.triton._dependent_launch import DEPENDENT_LAUNCH
 from rorqual.ops.triton._row_attention_kernel import merge_kernel, rows_kernel
 from rorqual.ops.triton.launch import refuses
 
-SPAN, WHOLE, MOST_SPANS = 512, 640, 64
-"""Rows of a softmax of its own; with up to WHOLE rows a token has one for all. There are at most MOST_SPANS, which
-then get longer. Sums depend on these, and on nothing else but the token's own rows."""
+SPAN, WHOLE, LONG, MOST_SPANS = 512, 640, 4096, 64
+"""Rows of a softmax of its own, and twice as many from LONG rows on, where what spans write weighs more than what they
+let run side by side; with up to WHOLE rows a token has one for all. There are at most MOST_SPANS, which then get longer
+still. Sums depend on these, and on nothing else but the token's own rows."""
 _PROGRAMS = 264
 """How many programs there should be at least: two for each multiprocessor."""
 _WORKSPACE = 512 << 20
@@ -29,7 +30,7 @@ _WORKSPACE = 512 << 20
 _LARGEST_VALUE, _LARGEST_REST = 512, 128
 _MOST_TOKENS = 1 << 15
 _OF_RECORDS = (1, 2)
-"""Of a source's six tensors, those that only records have."""
+"""Of a source's six tensors, those that only the Triton kernel's records have."""
 HOPPER_TILE, HOPPER_HEADS = {"BN": 64, "STAGES": 2, "num_warps": 4}, 64
 """Hopper's own kernel: rows of a tile, and heads of a program."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -101,13 +102,13 @@ def row_attention_triton(
     on_hopper = takes_rows(query, sources, value_dim)
     tile = HOPPER_TILE if on_hopper else _tile(block_v, query.dtype.itemsize, num_heads)
     rows = sum(-(-_most_rows(source) // tile["BN"]) * tile["BN"] for source in sources)
-    most_spans = min(MOST_SPANS, -(-rows // SPAN)) if rows > WHOLE else 1
+    most_spans = _most_spans(rows)
     bytes_per_token = 4 * most_spans * num_heads * (block_v + 2)
     at_once = max(1, min(_MOST_TOKENS, _WORKSPACE // bytes_per_token)) if most_spans > 1 else _MOST_TOKENS
     owners = query  # an address that nobody reads
     if not all(isinstance(which, RowList) for _, which in sources):
         owners = seq_of_token(batch)
-    arguments, strides, constants = _arguments(sources)
+    arguments, strides, constants = _arguments(sources, on_hopper)
     constants |= {
         "W": width,
         "V": value_dim,
@@ -119,6 +120,7 @@ def row_attention_triton(
         from rorqual.ops.triton._hopper_row_attention_kernel import hopper_rows_kernel as kernel
 
         arguments = [t for number, t in enumerate(arguments) if number % 6 not in _OF_RECORDS]
+        constants["RECORDS"] = record is not None
     else:
         kernel = rows_kernel
         constants |= {
@@ -153,6 +155,7 @@ def row_attention_triton(
             most_spans,
             WHOLE,
             SPAN,
+            LONG,
             scale * math.log2(math.e),
             **tile,
             **constants,
@@ -181,14 +184,28 @@ def takes_rows(query: torch.Tensor, sources: Sequence[RowSource], value_dim: int
         query.dtype == torch.bfloat16
         and value_dim == _LARGEST_VALUE
         and query.shape[2] in (value_dim, value_dim + 64)
-        and all(
-            cache.record is None
-            and cache.data.data_ptr() % 16 == 0
-            and all(step % 16 == 0 for step in cache.data.stride()[:2])
-            for cache, _ in sources
-        )
+        and all(_hopper_knows(cache) for cache, _ in sources)
         and is_hopper(query.device)
     )
+
+
+def _hopper_knows(cache: RowCache) -> bool:
+    """Whether rows begin where Hopper's kernel reads 16 bytes at once, or 8 of records."""
+    aligned = 16
+    if cache.record is not None:
+        record, aligned = cache.record, 8  # whose scales are a word: seven, and padding
+        if (record.dims, record.plain_dims, record.bytes % aligned) != (448, 64, 0):
+            return False
+    data = cache.data
+    return data.data_ptr() % 16 == 0 and all(step % aligned == 0 for step in data.stride()[:2])
+
+
+def _most_spans(rows: int) -> int:
+    """How many spans a token with at most so many rows has at most."""
+    if rows <= WHOLE:
+        return 1
+    below, beyond = -(-min(rows, LONG - 1) // SPAN), -(-rows // (2 * SPAN))
+    return min(MOST_SPANS, below if rows < LONG else max(below, beyond))
 
 
 def _most_rows(source: RowSource) -> int:
@@ -200,21 +217,23 @@ def _most_rows(source: RowSource) -> int:
     return rows if which.most is None else min(rows, which.most)
 
 
-def _arguments(sources: Sequence[RowSource]) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
+def _arguments(sources: Sequence[RowSource], on_hopper: bool) -> tuple[list[torch.Tensor], list[int], dict[str, int]]:
     """Of one or two sources: tensors, strides and constants, in the kernel's order; of a missing one the first's."""
     tensors, strides, constants = [], [], {"TWO": len(sources) > 1}
     for number in range(2):
         cache, which = sources[min(number, len(sources) - 1)]
-        values, scales, plain = cache.data, cache.data, cache.data
+        values, scales, plain, steps = cache.data, cache.data, cache.data, cache.data.stride()[:2]
         if cache.record is not None:
             values, scales, plain = cache.record.split(cache.data)
             values, scales = values.view(torch.uint8), scales.view(torch.uint8)
             plain = values if plain is None else plain
+            if on_hopper:
+                values, steps = cache.data.view(torch.int32), [step // 8 for step in steps]
         listed = isinstance(which, RowList)
         first = None if listed else which.first
         tensors += [values, scales, plain, which[0]]
         tensors += [which[0] if first is None else first, which[0] if listed else which.stop]
-        strides += [*values.stride()[:2], which[0].stride(0)]
+        strides += [*steps, which[0].stride(0)]
         constants |= {
             f"LIST{number}": listed,
             f"LENGTH{number}": which.slots.shape[1] if listed else 0,
