@@ -56,5 +56,5 @@ SCORE_CASES: dict[str, Callable[[], Call]] = {
     "hash_int32": lambda: _hashed(torch.int32),
     "hash_int64": lambda: _hashed(torch.int64, renormalize=False),
     "hash_none": lambda: _hashed(torch.int32, 0),
-    "many": lambda: _scored(normal(700, 128), 8, bias=_bias(128)),
+    "many": lambda: _scored(normal(48, 128), 8, bias=_bias(128)),
 }

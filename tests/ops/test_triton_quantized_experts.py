@@ -43,6 +43,12 @@ KINDS = [
     *((FP8_BLOCK_UE8M0, activation) for activation in (FP8_ROW_UE8M0, MXFP8)),
 ]
 NAMES = [f"{format.name}-{activation.name if activation else 'bfloat16'}" for format, activation in KINDS]
+_FAMILIES = {(MXFP4, None), (MXFP4, FP8_ROW), (FP8_BLOCK, None), (FP8_BLOCK, FP8_ROW)}
+_FIRST = [
+    pytest.param(*kind, id=name, marks=[pytest.mark.slow] if INTERPRETING and kind not in _FAMILIES else [])
+    for kind, name in zip(KINDS, NAMES, strict=True)
+]
+"""All; in the interpreter, those that are multiplied as others are (`family_of`) are slow."""
 
 
 @pytest.fixture(autouse=True)
@@ -111,19 +117,20 @@ def test_triton_quantised_experts_are_the_references(format, activation, num_tok
     torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6 * largest)
 
 
-@pytest.mark.parametrize(("format", "activation"), KINDS, ids=NAMES)
+@pytest.mark.parametrize(("format", "activation"), _FIRST)
 def test_triton_a_token_gets_the_same_from_quantised_experts_alone_and_from_every_tile(format, activation, monkeypatch):
-    hidden = 128 if INTERPRETING else 256
+    hidden, num_tokens = (128, 9) if INTERPRETING else (384, 21)
     weights, _ = experts(format, activation, hidden, 64)
-    x, chosen = inputs(21, hidden), routing(21)
+    x, chosen = inputs(num_tokens, hidden), routing(num_tokens)
     plan = moe._plan_of(weights)
     want = run(x, weights, chosen)
     tiles = _moe_quantized.QUANTIZED_TILES[_moe_quantized.family_of(plan.gate_up, activation)]
-    for some in [tiles[max(tiles)]] if INTERPRETING else tiles.values():
+    longer = [_moe_quantized._both(8, 64, 2, 3, 2)] if format is MXFP4 else []
+    for some in [tiles[max(tiles)]] if INTERPRETING else [*tiles.values(), *longer]:
         got = moe.multiply_experts(x, plan.gate_up, plan.down, chosen, some, activation=activation)
         assert torch.equal(got, want)
     monkeypatch.setattr(moe, "_PROGRAMS", 1000)
-    for i in range(5, 21, 12):
+    for i in range(5, num_tokens, 12):
         alone = Routing(chosen.expert_ids[i : i + 1], chosen.weights[i : i + 1])
         assert torch.equal(run(x[i : i + 1], weights, alone)[0], want[i])
 

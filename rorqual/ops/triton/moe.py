@@ -47,7 +47,7 @@ _EXPERTS_TOGETHER = 4
 
 SPECIALIZED = ExpertTiles(ExpertTile(128, 256, 12, 4, False, True), ExpertTile(128, 256, 12, 4, False, True))
 """For prompts, bfloat16, on Hopper."""
-TILES: dict[int, ExpertTiles] = {
+TILES: dict[float, ExpertTiles] = {
     # All have four warps or more and at least 64 rows of their first operand (wgmma): mma may round differently.
     4: ExpertTiles(ExpertTile(16, 64, 4, 6), ExpertTile(16, 64, 4, 6)),
     16: ExpertTiles(ExpertTile(32, 64, 4, 5), ExpertTile(32, 64, 4, 5)),
