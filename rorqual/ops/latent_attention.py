@@ -30,7 +30,8 @@ def latent_attention(
 
     Args:
         query: [num_tokens, num_heads, nope_dim + rope_dim].
-        source: rows of rank + rope_dim numbers, and which of them each token sees; they hold this batch's already.
+        source: rows of rank + rope_dim numbers, which hold this batch's already, and which of them each token sees: a
+            list, or as a range its sequence up to itself.
         up: of the query's heads and dtype.
         batch: whose tokens these are.
 

@@ -59,7 +59,15 @@ LATENT_CASES: dict[str, Callable[[], Call]] = {
     "mixed_listed": lambda: latent_case(*_MIXED, listed=7),
     "mixed_bfloat16": lambda: latent_case(*_MIXED, dtype=BF16),
     "mixed_listed_bfloat16": lambda: latent_case(*_MIXED, dtype=BF16, listed=7),
+    "mixed_strided_bfloat16": lambda: latent_case(*_MIXED, dtype=BF16, strided=True),
+    "prompts_bfloat16": lambda: latent_case([23, 2, 70], [23, 90, 200], dtype=BF16),
+    "answers_bfloat16": lambda: latent_case([1, 1, 1], [3, 40, 17], dtype=BF16),
     "of_the_published_size_bfloat16": lambda: latent_case(
         [1, 3], [70, 9], heads=2, rank=512, nope=128, rope=64, value_dim=128, dtype=BF16
     ),
 }
+LATENTS_EXPANDED_BY_VENDOR = {
+    *("mixed_bfloat16", "mixed_strided_bfloat16", "prompts_bfloat16"),
+    "of_the_published_size_bfloat16",
+}
+"""On a GPU: prompts among them, all rows seen, 16-bit numbers."""

@@ -36,6 +36,7 @@ from tests.ops.gemm_cases import (
 )
 from tests.ops.grouped_cases import GROUPED_REFUSED
 from tests.ops.kv_cases import RECORD_STORE_REFUSED, TRANSFORM_REFUSED
+from tests.ops.latent_cases import LATENT_CASES, LATENTS_EXPANDED_BY_VENDOR
 from tests.ops.linear_cases import (
     NOT_FOR_NATIVE,
     NOT_FOR_ONEDNN,
@@ -106,6 +107,7 @@ REFUSED: dict[tuple[str, str], set[str]] = {
     ("transform_kv", "triton"): TRANSFORM_REFUSED,
     ("transform_and_store_kv", "triton"): RECORD_STORE_REFUSED,
     ("grouped_linear", "triton"): GROUPED_REFUSED,
+    ("latent_attention", "vendor"): LATENT_CASES.keys() - LATENTS_EXPANDED_BY_VENDOR,
     ("store_rows", "triton"): STORE_ROWS_REFUSED,
     ("quantize", "triton"): NOT_QUANTISED_BY_TRITON,
     **{("rms_norm", backend): cases for backend, cases in NORM_REFUSED.items()},

@@ -1,1 +1,1 @@
-"""torch's own calls into CUDA's libraries (cuBLAS, cuBLASLt), for NVIDIA GPUs."""
+"""torch's own calls into CUDA's libraries (cuBLAS, cuBLASLt), and its flash attention, for NVIDIA GPUs."""
