@@ -215,8 +215,8 @@ def _load_records(records0, records1, where0, where1, tiles0, here, tile_parts, 
 @gluon.jit
 def _score(where0, where1, tiles0, here, place, stats, sinks, scale, asked, tile_parts, ready, beside_free, talk,
            BN: gl.constexpr, REST: gl.constexpr, TWO: gl.constexpr, LIST0: gl.constexpr, LIST1: gl.constexpr,
-           ROWS0: gl.constexpr, ROWS1: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
-           SPLIT: gl.constexpr):  # fmt: skip
+           ROWS0: gl.constexpr, ROWS1: gl.constexpr, STAGES: gl.constexpr, NOTES: gl.constexpr,
+           SINKS: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Weights of every tile, then one message more with what a span's sums are multiplied by in the end."""
     first_span, last_span, length, tiles, spans = here
     index, most_spans, num_heads, head = place
@@ -261,12 +261,13 @@ def _score(where0, where1, tiles0, here, place, stats, sinks, scale, asked, tile
             shrink = gl.exp2(most - base)
             total = total * shrink + gl.sum(scores, 1)
             most = higher
-            mbarrier.wait(heard, (message & 1) ^ 1)
-            weights.store(_bfloat16(scores))
-            factors.store(shrink)
+            note = message % NOTES
+            mbarrier.wait(heard.index(note), ((message // NOTES) & 1) ^ 1)
+            weights.index(note).store(_bfloat16(scores))
+            factors.index(note).store(shrink)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(told)
+            mbarrier.arrive(told.index(note))
             message += 1
             count += 1
         factor = 1.0 / gl.where(total > 0.0, total, 1.0)
@@ -275,16 +276,17 @@ def _score(where0, where1, tiles0, here, place, stats, sinks, scale, asked, tile
             gl.store(stats + 2 * row, most, mask=held)
             gl.store(stats + 2 * row + 1, total, mask=held)
             factor = gl.full([64], 1.0, gl.float32, ROW)
-        mbarrier.wait(heard, (message & 1) ^ 1)
-        factors.store(factor)
+        note = message % NOTES
+        mbarrier.wait(heard.index(note), ((message // NOTES) & 1) ^ 1)
+        factors.index(note).store(factor)
         gl.thread_barrier()
-        mbarrier.arrive(told)
+        mbarrier.arrive(told.index(note))
         message += 1
 
 
 @gluon.jit
 def _add(here, place, partial, out, part, free, talk, PART: gl.constexpr, V: gl.constexpr, HALF: gl.constexpr,
-         STAGES: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, NOTES: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Half of the columns of every span's sums."""
     first_span, last_span, length, tiles, spans = here
     index, most_spans, num_heads, head = place
@@ -302,21 +304,23 @@ def _add(here, place, partial, out, part, free, talk, PART: gl.constexpr, V: gl.
         high = gl.minimum(low + length, tiles)
         for _ in range(low, high):
             slot = count % STAGES
-            mbarrier.wait(told, message & 1)
+            note = message % NOTES
+            mbarrier.wait(told.index(note), (message // NOTES) & 1)
             fence_async_shared()
             # The first tile of a span shrinks what is left of the span before to nothing.
-            acc = acc * factors.load(ROW)[:, None]
-            acc = warpgroup_mma(weights, part.index(slot), acc, is_async=True)
+            acc = acc * factors.index(note).load(ROW)[:, None]
+            acc = warpgroup_mma(weights.index(note), part.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             gl.thread_barrier()
-            mbarrier.arrive(heard)
+            mbarrier.arrive(heard.index(note))
             mbarrier.arrive(free.index(slot))
             message += 1
             count += 1
-        mbarrier.wait(told, message & 1)
-        factor = factors.load(ROW)
+        note = message % NOTES
+        mbarrier.wait(told.index(note), (message // NOTES) & 1)
+        factor = factors.index(note).load(ROW)
         gl.thread_barrier()
-        mbarrier.arrive(heard)
+        mbarrier.arrive(heard.index(note))
         message += 1
         acc = acc * factor[:, None]
         if SPLIT and spans > 1:
@@ -366,6 +370,7 @@ def hopper_rows_kernel(
     BLOCK_V: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
+    NOTES: gl.constexpr,
     TWO: gl.constexpr,
     LIST0: gl.constexpr,
     LIST1: gl.constexpr,
@@ -436,16 +441,17 @@ def hopper_rows_kernel(
         r = gl.arange(0, BESIDE, layout=gl.SliceLayout(0, LINES))
         held_beside = (heads < num_asked)[:, None] & (r >= 0)[None, :]
         q_beside.store(gl.load(asked + 2 * HALF + r[None, :], mask=held_beside, other=0.0))
-    weights = gl.allocate_shared_memory(gl.bfloat16, [64, BN], LAYOUT)
-    factors = gl.allocate_shared_memory(gl.float32, [64], LINE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BN), 16, 2)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [NOTES, 64, BN], WEIGHTS)
+    factors = gl.allocate_shared_memory(gl.float32, [NOTES, 64], LINE)
     left_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     left_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     right_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     right_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     beside_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     beside_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [NOTES, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [NOTES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(left_ready.index(slot), count=1 if RECORDS else 128)  # every copying thread
         mbarrier.init(right_ready.index(slot), count=1 if RECORDS else 128)
@@ -453,8 +459,9 @@ def hopper_rows_kernel(
         mbarrier.init(left_free.index(slot), count=1)
         mbarrier.init(right_free.index(slot), count=1)
         mbarrier.init(beside_free.index(slot), count=1)
-    mbarrier.init(told, count=1)
-    mbarrier.init(heard, count=2)
+    for note in gl.static_range(NOTES):
+        mbarrier.init(told.index(note), count=1)
+        mbarrier.init(heard.index(note), count=2)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -475,11 +482,11 @@ def hopper_rows_kernel(
     if RECORDS:
         gl.warp_specialize(
             [
-                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, SPLIT)),
-                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, SPLIT)),
+                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, NOTES, SPLIT)),
+                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, NOTES, SPLIT)),
                 (_score, (where0, where1, tiles0, here, place, stats, sinks, scale, (q_left, q_right, q_beside),
                           tile_parts, ready, beside_free, talk, BN, REST, TWO, LIST0, LIST1, ROWS0, ROWS1, STAGES,
-                          SINKS, SPLIT)),
+                          NOTES, SINKS, SPLIT)),
                 (_load_records, (values0, values1, where0, where1, tiles0, here, tile_parts, ready, free, BN, TWO,
                                  LIST0, LIST1, ROWS0, ROWS1, STAGES)),
             ],
@@ -489,11 +496,11 @@ def hopper_rows_kernel(
     else:
         gl.warp_specialize(
             [
-                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, SPLIT)),
-                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, SPLIT)),
+                (_add, (here, place, partial, out, left, left_free, talk, 0, V, HALF, STAGES, NOTES, SPLIT)),
+                (_add, (here, place, partial, out, right, right_free, talk, 1, V, HALF, STAGES, NOTES, SPLIT)),
                 (_score, (where0, where1, tiles0, here, place, stats, sinks, scale, (q_left, q_right, q_beside),
                           tile_parts, ready, beside_free, talk, BN, REST, TWO, LIST0, LIST1, ROWS0, ROWS1, STAGES,
-                          SINKS, SPLIT)),
+                          NOTES, SINKS, SPLIT)),
                 (_load, (values0, values1, where0, where1, tiles0, here, tile_parts, ready, free, BN, HALF, REST, TWO,
                          LIST0, LIST1, ROWS0, ROWS1, STAGES)),
             ],

@@ -31,8 +31,9 @@ _LARGEST_VALUE, _LARGEST_REST = 512, 128
 _MOST_TOKENS = 1 << 15
 _OF_RECORDS = (1, 2)
 """Of a source's six tensors, those that only the Triton kernel's records have."""
-HOPPER_TILE, HOPPER_HEADS = {"BN": 64, "STAGES": 2, "num_warps": 4}, 64
-"""Hopper's own kernel: rows of a tile, and heads of a program."""
+HOPPER_TILE, HOPPER_HEADS = {"BN": 64, "STAGES": 2, "NOTES": 1, "num_warps": 4}, 64
+"""Hopper's own kernel: rows of a tile, how many tiles and how many tiles' weights there are at a time, and heads of a
+program."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
