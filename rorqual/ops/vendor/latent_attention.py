@@ -50,8 +50,8 @@ def _refuse(query: torch.Tensor, source: RowSource, up: LatentUp, batch: Batch, 
     if width % _DIMS or width > _MOST_DIMS or value_dim > width:
         most = f"needs keys of a multiple of {_DIMS} dims up to {_MOST_DIMS}, and values of no more"
         return f"{most}, got {width} and {value_dim}"
-    if query.stride(2) != 1:
-        return "needs queries without gaps"
+    if query.stride(2) != 1 or any(step % _DIMS for step in (*query.stride()[:2], query.storage_offset())):
+        return f"needs queries without gaps, whose heads begin at multiples of {_DIMS} numbers"
     if any(tensor.requires_grad for tensor in tensors):
         return "writes into an output, of which torch keeps no gradient"
     if torch.cuda.get_device_capability(query.device) < (8, 0):
