@@ -69,7 +69,7 @@ _ROUTE: dict[str, Callable[[], Call]] = {
     "bfloat16_raw": lambda: _routing(normal(60, 60, dtype=BF16) * 3, 6, renormalize=False),
     "bfloat16_excluded_experts": lambda: _routing(cut(normal(9, 12, dtype=BF16)), 12),
     "bfloat16_strided": lambda: _routing(every_other(normal(9, 33, dtype=BF16)), 3),
-    "bfloat16_many": lambda: _routing(normal(700, 128, dtype=BF16) * 2, 8),
+    "bfloat16_many": lambda: _routing(normal(70, 1000, dtype=BF16) * 2, 8),
     "bfloat16_none": lambda: _routing(normal(0, 16, dtype=BF16), 2),
 }
 
