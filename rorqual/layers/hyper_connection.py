@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from rorqual.loader.layer import Layer, WantedTensor, copy_into, weight_parameter
-from rorqual.ops.hyper_connection import StreamMix
+from rorqual.ops.hyper_connection import StreamMix, prepare_mix
 
 
 class HyperConnection(Layer):
@@ -37,12 +37,17 @@ class HyperConnection(Layer):
         shapes = {"fn": (rows, num_streams * hidden_size), "base": (rows,), "scale": (kinds,)}
         for name, shape in shapes.items():
             self.register_parameter(name, weight_parameter(*shape, dtype=torch.float32, device=device))
-        self.norm_eps, self.eps, self.iterations = norm_eps, eps, iterations
+        self.num_streams, self.norm_eps, self.eps, self.iterations = num_streams, norm_eps, eps, iterations
+        self._prepared: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Lay fn out for the implementation that will read it."""
+        self._prepared = prepare_mix(self.mix(), self.num_streams).prepared
 
     def mix(self) -> StreamMix:
         """For the ops."""
         fn, base, scale = (parameter.data for parameter in self.parameters())
-        return StreamMix(fn, base, scale, self.norm_eps, self.eps, self.iterations)
+        return StreamMix(fn, base, scale, self.norm_eps, self.eps, self.iterations, self._prepared)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """fn, base and scale."""

@@ -28,6 +28,8 @@ class StreamMix(NamedTuple):
     eps: float
     iterations: int = 0
     """Sinkhorn's; not used before the head."""
+    prepared: torch.Tensor | None = None
+    """fn as `prepare_mix` laid it out for the implementation that reads it."""
 
 
 class Mixed(NamedTuple):
@@ -39,6 +41,12 @@ class Mixed(NamedTuple):
     """float32 [num_tokens, N]: how much of the output each stream gets."""
     comb: torch.Tensor
     """float32 [num_tokens, N, N]: how much of each stream (rows) goes into each new one (columns)."""
+
+
+@op
+def prepare_mix(mix: StreamMix, count: int) -> StreamMix:
+    """The parameters for `count` streams, ready for the other ops; once, at load time. They may hold fn once more."""
+    return mix
 
 
 @op

@@ -66,3 +66,5 @@ GROUPED_CASES: dict[str, Callable[[], Call]] = {
 }
 GROUPED_REFUSED = {"plain_float32", "plain_apart", "plain_strided", "fp8_not_laid_out"}
 """By Triton."""
+FOR_CUBLAS = {"plain_some_rows", "plain_many_rows"}
+"""Which alone are taken by cuBLAS."""

@@ -54,7 +54,7 @@ def _cases(make: Callable[..., Call], **options: bool) -> dict[str, Callable[[],
         "one": lambda: make(1, 256, **options),
         "some": lambda: make(5, 270, **options),
         "a_tile_and_one": lambda: make(17, 64, **options),
-        "many": lambda: make(65, 40, **options),
+        "many": lambda: make(35, 40, **options),
         "none": lambda: make(0, 64, **options),
         "equal_streams_of_odd_width": lambda: make(3, 100, **options),
         "float32": lambda: make(6, 200, torch.float32, **options),
@@ -63,6 +63,10 @@ def _cases(make: Callable[..., Call], **options: bool) -> dict[str, Callable[[],
 
 
 STREAM_CASES = {
+    "prepare_mix": {
+        "layer": lambda: ((stream_mix(4, 72), 4), {}),
+        "head": lambda: ((stream_mix(2, 40, head=True), 2), {}),
+    },
     "mix_streams": _cases(_mix),
     "collapse_streams": _cases(_mix, head=True),
     "merge_streams": _cases(_merge),

@@ -31,6 +31,9 @@ _MIDDLE_ROWS = 256
 _MIDDLE = Tile(64, 128, 4, 3)
 """Of the same instruction (wgmma) as the tile for more rows, so that the results are the same."""
 
+_FEW_PROGRAMS = 100
+"""Fewer leave multiprocessors without work."""
+
 
 def _plain_tile(rows: int, groups: int) -> PlainTile:
     """Groups fill the multiprocessors where rows do not."""
@@ -139,7 +142,8 @@ def _multiply_blocks(
     columns, first = x.shape[2], weights[0]
     family = "fp8_weight" if activation is None else "fp8"
     tile = tile_of(family, rows)
-    if activation is None and SKINNY < rows <= _MIDDLE_ROWS:
+    few = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n) * groups < _FEW_PROGRAMS
+    if SKINNY < rows <= _MIDDLE_ROWS and (activation is None or few):
         tile = _MIDDLE
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n)
     split = shares(family, rows, groups * features, columns)

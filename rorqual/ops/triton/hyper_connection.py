@@ -16,6 +16,7 @@ from rorqual.ops.hyper_connection import (
     merge_and_mix_streams,
     merge_streams,
     mix_streams,
+    prepare_mix,
 )
 from rorqual.ops.kv_transform import NormStage
 from rorqual.ops.triton import _stream_kernels
@@ -37,9 +38,17 @@ class StreamTile(NamedTuple):
     warps: int
     together: int
     """Steps of one program: one, or all of a share."""
+    stages: int
+    """Of the loop over them."""
 
 
-TILES = {64: StreamTile(16, 4, 1), 0: StreamTile(16, 4, _STEPS)}
+TILES = {
+    16: StreamTile(16, 4, 1, 1),
+    32: StreamTile(32, 4, 1, 1),
+    256: StreamTile(64, 4, 1, 1),
+    512: StreamTile(64, 4, 4, 2),
+    0: StreamTile(64, 4, _STEPS, 2),
+}
 """By the most tokens that a tile is taken for; the last is for all above."""
 _MERGE_TILE = 4096
 """Values of a program that only merges."""
@@ -80,6 +89,31 @@ def _refuse_merge(output: torch.Tensor, streams: torch.Tensor, post: torch.Tenso
     return None
 
 
+def lay_out(fn: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """fn [rows, N D] for streams of a dtype, zero behind D: [steps, parts, rows, STEP N], of N = count streams.
+
+    bfloat16 has three parts, high to low, that add up to fn; other dtypes have one, which is float32.
+    """
+    rows, dims = fn.shape[0], fn.shape[1] // count
+    in_share = min(_STEPS, triton.cdiv(dims, _STEP))
+    steps = triton.cdiv(dims, _STEP * in_share) * in_share
+    whole = fn.new_zeros((rows, count, steps * _STEP))
+    whole[:, :, :dims] = fn.view(rows, count, dims)
+    whole = whole.view(rows, count, steps, _STEP).permute(2, 0, 3, 1).reshape(steps, rows, _STEP * count)
+    if dtype != torch.bfloat16:
+        return whole[:, None].contiguous()
+    high = whole.to(dtype)
+    middle = (whole - high.float()).to(dtype)
+    low = (whole - high.float() - middle.float()).to(dtype)
+    return torch.stack((high, middle, low), dim=1)
+
+
+@prepare_mix.impl("triton", refuse=lambda mix, count: refuses(mix.fn))
+def prepare_mix_triton(mix: StreamMix, count: int) -> StreamMix:
+    """For streams of bfloat16; others are laid out in each call."""
+    return mix._replace(prepared=lay_out(mix.fn, count, torch.bfloat16))
+
+
 def _rows(streams: torch.Tensor) -> int:
     return streams.shape[1] * (streams.shape[1] + 2)
 
@@ -102,9 +136,13 @@ def _mix(
     if num_tokens == 0:
         return Mixed(hidden, post, comb)
     tile = tile or tile_of(num_tokens)
+    plain = streams.dtype != torch.bfloat16
+    weights = lay_out(mix.fn, count, streams.dtype) if plain or mix.prepared is None else mix.prepared
     steps = min(_STEPS, triton.cdiv(dims, _STEP))
     together = min(tile.together, steps)
-    shares, apart = triton.cdiv(dims, _STEP * steps), steps // together
+    while steps % together:  # steps of a share that is the only one may be any number
+        together -= 1
+    shares, apart = weights.shape[0] // steps, steps // together
     partial = torch.empty((shares * apart, num_tokens, _LINES), dtype=torch.float32, device=device)
     output, old_post, old_comb, merged = merge or (streams, post, comb, streams)
     rows = mix.fn.shape[0]
@@ -113,7 +151,7 @@ def _mix(
         streams,
         old_post,
         old_comb,
-        mix.fn,
+        weights,
         merged,
         partial,
         num_tokens,
@@ -127,10 +165,13 @@ def _mix(
         TOGETHER=together,
         EVEN=dims % (_STEP * steps) == 0,
         TOKENS=tile.tokens,
+        STAGES=tile.stages,
         num_warps=tile.warps,
+        num_stages=tile.stages,
         launch_pdl=DEPENDENT_LAUNCH,
     )
-    _stream_kernels.finish_kernel[(num_tokens * (1 + weighing),)](
+    warps = 8 if dims > 2048 else 4
+    _stream_kernels.finish_kernel[(num_tokens + (triton.cdiv(num_tokens, warps) if weighing else 0),)](
         partial,
         merged,
         mix.scale,
@@ -153,8 +194,8 @@ def _mix(
         APART=apart,
         BLOCK=triton.next_power_of_2(shares),
         BLOCK_D=triton.next_power_of_2(dims),
-        WEIGHERS=int(weighing),
-        num_warps=8 if dims > 2048 else 4,
+        WEIGHED=warps if weighing else 0,
+        num_warps=warps,
         launch_pdl=DEPENDENT_LAUNCH,
     )
     return Mixed(hidden, post, comb)
