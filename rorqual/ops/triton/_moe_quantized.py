@@ -39,8 +39,6 @@ class ExpertTile(NamedTuple):
     specialized: bool = False
     """Whether some warps copy and others multiply (`_hopper_experts`), where that can be; elsewhere an unspecialised
     tile takes its place. Has 128 rows and 256 lines; the warps are the kernel's."""
-    groups: int = 1
-    """Of MXFP4: groups of 128 columns that one turn of the loop, and one stage, has."""
 
 
 class ExpertTiles(NamedTuple):
@@ -50,25 +48,31 @@ class ExpertTiles(NamedTuple):
     down: ExpertTile
 
 
-def _both(block_m: int, block_n: int, warps: int, stages: int, groups: int = 1) -> ExpertTiles:
-    tile = ExpertTile(block_m, block_n, warps, stages, groups=groups)
+def _both(block_m: int, block_n: int, warps: int, stages: int) -> ExpertTiles:
+    tile = ExpertTile(block_m, block_n, warps, stages)
     return ExpertTiles(tile, tile)
 
 
 # Tiles of 8 rows, or of fewer than four warps, multiply with mma instead of wgmma, for which decoding takes fewer
 # instructions, and have the same bits in bfloat16. A warp of its own waits for no other, but a lone token's few
 # programs need several to keep a multiprocessor busy.
-_DECODING: dict[float, ExpertTiles] = {16: _both(32, 64, 2, 4), 32: _both(64, 64, 4, 4)}
 _MXFP4: dict[float, ExpertTiles] = {
     1 / 16: _both(8, 64, 4, 4),
     1: _both(8, 64, 1, 4),
     8: _both(8, 64, 2, 4),
-    **_DECODING,
+    16: _both(16, 64, 2, 4),
+    32: _both(64, 64, 4, 4),
 }
 QUANTIZED_TILES: dict[str, dict[float, ExpertTiles]] = {
     # All with four warps or more, 64 lines and 16 rows (wgmma): mma is slow in FP8.
     "fp8": {8: _both(16, 64, 4, 5), 16: _both(32, 128, 4, 4), 32: _both(64, 128, 4, 4)},
-    "fp8_weight": {1: _both(8, 64, 2, 6), 8: _both(16, 64, 2, 5), **_DECODING, 128: _both(128, 128, 8, 3)},
+    "fp8_weight": {
+        1: _both(8, 64, 2, 6),
+        8: _both(16, 64, 2, 5),
+        16: _both(32, 64, 2, 4),
+        32: _both(64, 64, 4, 4),
+        128: _both(128, 128, 8, 3),
+    },
     "mxfp4": {**_MXFP4, 128: _both(128, 128, 8, 3)},
     "mxfp4_scaled": _MXFP4,
 }
@@ -332,7 +336,6 @@ def multiply_quantized(
         BLOCK_N=tile.block_n,
         FEATURES=together,
         STAGES=tile.stages,
-        TOGETHER=tile.groups,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=DEPENDENT_LAUNCH,

@@ -109,7 +109,6 @@ def _multiply_quantized_rows(
     BLOCK_N: tl.constexpr,
     FEATURES: tl.constexpr,
     STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     """Rows first .. last - 1 of the order, BLOCK_M at most, times one part of an expert's features."""
     row = first + tl.arange(0, BLOCK_M)
@@ -130,7 +129,7 @@ def _multiply_quantized_rows(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if ELEMENT == "e2m1":
         w_at = w + (line // TILE_ROWS * w_row + line % TILE_ROWS * GROUP)[:, None] + column[None, :]
-        for step in tl.range(0, bound(tl.cdiv(K, WIDTH)), num_stages=STAGES, loop_unroll_factor=TOGETHER):
+        for step in tl.range(0, bound(tl.cdiv(K, WIDTH)), num_stages=STAGES):
             word = tl.load(w_scale_at + step * w_scale_group, mask=live, other=0)
             codes = tl.load(w_at + step * (TILE_ROWS * GROUP), mask=live[:, None], other=0)
             planes = planes_of_e2m1(codes, word, BLOCK_N)
@@ -205,7 +204,6 @@ def quantized_experts_kernel(
     BLOCK_N: tl.constexpr,
     FEATURES: tl.constexpr,
     STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     """What `experts_kernel` does, of experts that are quantised; the weight is the tensor cores' first operand.
 
@@ -213,7 +211,7 @@ def quantized_experts_kernel(
     bfloat16 from uint8; w_scales float32, one per w_block_rows x W_GROUP. "e2m1": words in tiles of 64 lines
     [num_experts, lines / 64, K / 128, 64, 32] and words of scales, both as `planes_of_e2m1` takes them; w_row is the
     step from tile to tile. x_scales float32 [rows, x_groups], one per X_GROUP columns of x; none if X_GROUP is 0. STEP
-    columns of K have one scale on either side. One turn of e2m1's loop takes TOGETHER groups of 128 columns.
+    columns of K have one scale on either side.
     """
     wait_only()
     part, expert, first, last = tile_of(tiles, num_experts, features, max_tiles, ONE_TOKEN, FEATURES)
@@ -255,7 +253,6 @@ def quantized_experts_kernel(
             BLOCK_N,
             FEATURES,
             STAGES,
-            TOGETHER,
         )
     else:
         _multiply_quantized_rows(
@@ -293,5 +290,4 @@ def quantized_experts_kernel(
             BLOCK_N,
             FEATURES,
             STAGES,
-            TOGETHER,
         )
