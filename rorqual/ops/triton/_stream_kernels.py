@@ -34,12 +34,21 @@ TALL = tl.constexpr(64)
 
 
 @triton.jit
+def _like(x, tile):
+    """A column for every column of a tile."""
+    return tl.broadcast_to(x[:, None], tile.shape)
+
+
+@triton.jit
 def _merged(output, streams, post, comb, K: tl.constexpr, N: tl.constexpr):
-    """Stream K behind a sublayer, float32 [TOKENS, STEP]; streams: a tuple of N tiles, post and comb: of columns."""
+    """Stream K behind a sublayer, float32 [TOKENS, STEP]; streams: a tuple of N tiles, post and comb: of columns.
+
+    What is rounded together is said (fma): the compiler would choose otherwise from kernel to kernel.
+    """
     total = streams[0].to(tl.float32) * comb[K][:, None]
     for j in tl.static_range(1, N):
-        total += streams[j].to(tl.float32) * comb[j * N + K][:, None]
-    return total + output * post[K][:, None]
+        total = tl.fma(streams[j].to(tl.float32), _like(comb[j * N + K], total), total)
+    return tl.fma(output, _like(post[K], total), total)
 
 
 @triton.jit
@@ -153,7 +162,7 @@ def project_kernel(
         square = tl.zeros((TOKENS, STEP), tl.float32)
         for k in tl.static_range(N):
             wide = tiles[k].to(tl.float32)
-            square += wide * wide
+            square = tl.fma(wide, wide, square)
         squares += _pairs_added(square, TOKENS)
         x = _side_by_side(tiles, N, TOKENS)
         if TOGETHER > 1:
@@ -196,44 +205,29 @@ def _pick(numbers, AT: tl.constexpr):
 
 
 @triton.jit
-def _weigh(partial, scale, base, post, comb, first, num_tokens, width, SHARES, norm_eps, eps, ITERATIONS: tl.constexpr,
-           N: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """post and comb of TOKENS tokens. LINES of one are seen as rows of N: pre, post, the N rows of comb, what is left.
-
-    A program has as many warps as tokens: a token's steps then stay within a warp.
-    """
-    ROWS: tl.constexpr = N * (N + 2)
+def _weigh(partial, scale, base, post, comb, token, num_tokens, width, SHARES, norm_eps, eps, ITERATIONS: tl.constexpr,
+           N: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """post and comb of a token. Its LINES are seen as rows of N: pre, post, the N rows of comb, and what is left."""
     line = tl.arange(0, LINES)
-    known = line < ROWS
     kind = tl.minimum(line // N, 2)
+    known = line < N * (N + 2)
     factor, added = tl.load(scale + kind), tl.load(base + line, mask=known, other=0.0)
     wait_for_earlier_kernels()
-    token = first + tl.arange(0, TOKENS)
-    there = token < num_tokens
-    share = tl.arange(0, BLOCK)
-    mask = (share < SHARES)[:, None, None] & there[None, :, None] & (line >= 0)[None, None, :]
-    total = tl.zeros((BLOCK, TOKENS, LINES), tl.float32)
-    for part in tl.static_range(APART):
-        row = (share * APART + part).to(tl.int64)[:, None] * num_tokens + token[None, :]
-        loaded = tl.load(partial + row[:, :, None] * LINES + line[None, None, :], mask=mask, other=0.0)
-        total = loaded if part == 0 else total + loaded
-    sums = tl.sum(total, axis=0)
-    squares = tl.sum(tl.where((line == ROWS)[None, :], sums, 0.0), axis=1)
-    m = sums * tl.rsqrt(squares / width + norm_eps)[:, None] * factor[None, :] + added[None, :]
-    far = token.to(tl.int64)[:, None]
-    is_post = there[:, None] & ((line >= N) & (line < 2 * N))[None, :]
-    tl.store(post + far * N + line[None, :] - N, 2.0 * tl.sigmoid(m), mask=is_post)
-    is_comb = tl.reshape((line >= 2 * N) & known, (LINES // N, N))[None, :, :]
-    m = tl.reshape(m, (TOKENS, LINES // N, N))
-    weight = tl.exp(m - tl.max(m, axis=2)[:, :, None])
-    c = tl.where(is_comb, weight / tl.sum(weight, axis=2)[:, :, None] + eps, 0.0)
-    c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
+    sums = _summed(partial, token, num_tokens, SHARES, APART, BLOCK)
+    rstd = tl.rsqrt(_pick(sums, N * (N + 2)) / width + norm_eps)
+    m = sums * rstd * factor + added
+    is_post = (line >= N) & (line < 2 * N)
+    tl.store(post + token.to(tl.int64) * N + line - N, 2.0 * tl.sigmoid(m), mask=is_post)
+    is_comb = tl.reshape((line >= 2 * N) & known, (LINES // N, N))
+    m = tl.reshape(m, (LINES // N, N))
+    weight = tl.exp(m - tl.max(m, axis=1)[:, None])
+    c = tl.where(is_comb, weight / tl.sum(weight, axis=1)[:, None] + eps, 0.0)
+    c = c / (tl.sum(c, axis=0)[None, :] + eps)
     for _ in range(ITERATIONS - 1):
-        c = c / (tl.sum(c, axis=2)[:, :, None] + eps)
-        c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
-    to = comb + far * (N * N) + line[None, :] - 2 * N
-    is_comb = there[:, None] & ((line >= 2 * N) & known)[None, :]
-    tl.store(to, tl.reshape(c, (TOKENS, LINES)), mask=is_comb)
+        c = c / (tl.sum(c, axis=1)[:, None] + eps)
+        c = c / (tl.sum(c, axis=0)[None, :] + eps)
+    to = comb + token.to(tl.int64) * (N * N) + tl.reshape(line, (LINES // N, N)) - 2 * N
+    tl.store(to, c, mask=is_comb)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -260,19 +254,16 @@ def finish_kernel(
     APART: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    WEIGHERS: tl.constexpr,
 ):
-    """The first programs make post and comb of WEIGHED tokens each (0: there are none), whose many steps take as long
-    as all that the others do for one: sum the streams by pre, and normalise."""
-    weighers = 0
-    if WEIGHED > 0:
-        weighers = tl.cdiv(num_tokens, WEIGHED)
-    if tl.program_id(0) < weighers:
-        if WEIGHED > 0:
-            _weigh(partial, scale, base, post, comb, tl.program_id(0) * WEIGHED, num_tokens, N * D, shares, norm_eps,
-                   eps, ITERATIONS, N, APART, BLOCK, WEIGHED)  # fmt: skip
+    """The first WEIGHERS programs per token make post and comb, whose many steps take as long as all that the others
+    do: sum the streams by pre, and normalise."""
+    if tl.program_id(0) < WEIGHERS * num_tokens:
+        token = tl.program_id(0)
+        _weigh(partial, scale, base, post, comb, token, num_tokens, N * D, shares, norm_eps, eps, ITERATIONS, N,
+               APART, BLOCK)  # fmt: skip
     else:
-        token = tl.program_id(0) - weighers
+        token = tl.program_id(0) - WEIGHERS * num_tokens
         far = token.to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         inside = d < D

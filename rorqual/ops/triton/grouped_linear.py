@@ -144,7 +144,7 @@ def _multiply_blocks(
     tile = tile_of(family, rows)
     few = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n) * groups < _FEW_PROGRAMS
     if SKINNY < rows <= _MIDDLE_ROWS and (activation is None or few):
-        tile = _MIDDLE
+        tile = _MIDDLE if activation is None else _MIDDLE._replace(stages=4)
     tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n)
     split = shares(family, rows, groups * features, columns)
     if tiles * groups > MOST_TILES:

@@ -45,8 +45,7 @@ class StreamTile(NamedTuple):
 TILES = {
     16: StreamTile(16, 4, 1, 1),
     32: StreamTile(32, 4, 1, 1),
-    256: StreamTile(64, 4, 1, 1),
-    512: StreamTile(64, 4, 4, 2),
+    512: StreamTile(64, 4, 1, 1),
     0: StreamTile(64, 4, _STEPS, 2),
 }
 """By the most tokens that a tile is taken for; the last is for all above."""
@@ -140,8 +139,6 @@ def _mix(
     weights = lay_out(mix.fn, count, streams.dtype) if plain or mix.prepared is None else mix.prepared
     steps = min(_STEPS, triton.cdiv(dims, _STEP))
     together = min(tile.together, steps)
-    while steps % together:  # steps of a share that is the only one may be any number
-        together -= 1
     shares, apart = weights.shape[0] // steps, steps // together
     partial = torch.empty((shares * apart, num_tokens, _LINES), dtype=torch.float32, device=device)
     output, old_post, old_comb, merged = merge or (streams, post, comb, streams)
@@ -171,7 +168,7 @@ def _mix(
         launch_pdl=DEPENDENT_LAUNCH,
     )
     warps = 8 if dims > 2048 else 4
-    _stream_kernels.finish_kernel[(num_tokens + (triton.cdiv(num_tokens, warps) if weighing else 0),)](
+    _stream_kernels.finish_kernel[(num_tokens * (1 + weighing),)](
         partial,
         merged,
         mix.scale,
@@ -194,7 +191,7 @@ def _mix(
         APART=apart,
         BLOCK=triton.next_power_of_2(shares),
         BLOCK_D=triton.next_power_of_2(dims),
-        WEIGHED=warps if weighing else 0,
+        WEIGHERS=int(weighing),
         num_warps=warps,
         launch_pdl=DEPENDENT_LAUNCH,
     )
