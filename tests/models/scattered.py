@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections.abc import Iterator
@@ -52,9 +53,16 @@ class Step(NamedTuple):
 
 
 def steps(
-    model: Any, token_ids: list[int], chunk_size: int, *, block_size: int = 4, num_prompt: int | None = None
+    model: Any,
+    token_ids: list[int],
+    chunk_size: int,
+    *,
+    block_size: int = 4,
+    num_prompt: int | None = None,
+    at_once: range = range(0),
 ) -> Iterator[Step]:
-    """The text in chunks, the first num_prompt tokens of which (default: all) are a prompt."""
+    """The text in chunks, those of at_once in one of their own; its first num_prompt tokens (default: all) are a
+    prompt."""
     groups = group_caches(model.kv_specs)
     paging = [group.paging(block_size) for group in groups]
     rng = random.Random(1)
@@ -67,8 +75,13 @@ def steps(
             memory.fill_(0x7F)  # NaN in e4m3, 2^128 as a scale
     seq = Sequence(0, list(token_ids), num_prompt or len(token_ids), MAX_LEN)
     seq.block_tables = [array("i", rng.sample(range(2 * count), count)) for count in counts]
-    for start in range(0, len(token_ids), chunk_size):
-        chunk = Chunk(seq, start, min(start + chunk_size, len(token_ids)))
+    starts = [
+        *range(0, at_once.start, chunk_size),
+        *([at_once.start] if at_once else []),
+        *range(at_once.stop, len(token_ids), chunk_size),
+    ]
+    for start, stop in itertools.pairwise([*starts, len(token_ids)]):
+        chunk = Chunk(seq, start, stop)
         batch, _ = build_batch([chunk], [True], paging=paging, device=CPU)
         yield Step(batch, slice(chunk.start, chunk.stop), kv)
 

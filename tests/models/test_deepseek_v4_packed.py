@@ -290,16 +290,17 @@ def logits_token_by_token(chunk_size: int) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patched, around(each_token_alone):
         for module in ("row_attention", "select_rows"):
             patched.setattr(importlib.import_module(f"rorqual.ops.{module}"), "_TOKENS_AT_ONCE", 1)
-        return logits_by_chunks(as_released_caches(), tokens(140), chunk_size)
+        at_once = range(12, 120) if chunk_size < 64 else range(0)
+        return logits_by_chunks(as_released_caches(), tokens(140), chunk_size, at_once=at_once)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64, 129])
+@pytest.mark.parametrize("chunk_size", [1, 7, 129])
 def test_as_released_caches_give_the_same_bits_in_every_chunking(chunk_size):
-    """Where sums have one order: a last bit more or less may round a cached number to its neighbour."""
+    """Small ones at both ends. Where sums have one order: a last bit may round a cached number to its neighbour."""
     assert torch.equal(logits_token_by_token(chunk_size), logits_token_by_token(140))
 
 
-@pytest.mark.parametrize("chunk_size", [3, 64, 129])
+@pytest.mark.parametrize("chunk_size", [16, 64, 129])
 def test_as_released_caches_give_nearly_the_same_whatever_the_order_of_sums(chunk_size):
     """Most numbers do not lie in the middle of two codes. 0.02 was seen, where one did."""
     got, want = (logits_by_chunks(as_released_caches(), tokens(300), size) for size in (chunk_size, 300))
