@@ -66,20 +66,20 @@ def test_chosen_rows_score_as_high_as_those_of_the_reference(record):
 def test_a_token_gets_the_same_alone_and_in_company(record):
     args, options = case([1, 1, 19], [90, 200, 150], top_k=16, heads=16, dim=128, record=RECORDS[record], exact=False)
     together = op(*args, **options)
-    for token, seq in ((0, 0), (1, 1), (2, 2), (20, 2)):
+    for token, seq in ((0, 0), (1, 1), (20, 2)):
         for answers in (1, 0):  # as an answer's token and as a prompt's
             alone = part_of(args, slice(token, token + 1), slice(seq, seq + 1), [1], answers)
             assert torch.equal(op(*alone, **options)[0], together[token])
-    for cut in (2, 3, 17):  # a prompt in two chunks
+    for cut in (3, 17):  # a prompt in two chunks
         for tokens in (slice(2, 2 + cut), slice(2 + cut, 21)):
             chunk = part_of(args, tokens, slice(2, 3), [tokens.stop - tokens.start], 0)
             assert torch.equal(op(*chunk, **options), together[tokens])
 
 
 def test_a_buffer_for_few_tokens_gives_the_same(monkeypatch):
-    args, options = case([1, 1, 19, 5], [90, 200, 150, 60], top_k=16)
+    args, options = case([1, 1, 9, 2], [90, 200, 70, 40], top_k=16)
     together = op(*args, **options)
-    for tokens in (1, 3, 20):
+    for tokens in (1, 4):
         monkeypatch.setattr(select_rows, "_BUFFER", 208 * tokens)
         assert torch.equal(op(*args, **options), together)
 
