@@ -15,6 +15,9 @@ from rorqual.layers.rotary_embedding import RopeParameters
 from rorqual.loader.config_reader import ConfigReader
 from rorqual.loader.decoder_keys import read_decoder_keys, read_mla_keys, read_routing_keys
 
+_ATTENTION_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+"""What versions of transformers call it."""
+
 
 def read_config(config: Mapping[str, Any]) -> DeepseekConfig:
     """Parse a config.json of model_type deepseek_v32, official or re-saved by transformers."""
@@ -23,7 +26,7 @@ def read_config(config: Mapping[str, Any]) -> DeepseekConfig:
     num_layers = keys["num_hidden_layers"]
     if keys["q_lora_rank"] is None:
         raise ValueError("q_lora_rank must be a number for model_type 'deepseek_v32', whose indexer reads it, got null")
-    _check_kinds("layer_types", reader.take("layer_types", list, None), num_layers, "indexed_attention")
+    _check_kinds("layer_types", reader.take("layer_types", list, None), num_layers, *_ATTENTION_KINDS)
     index = IndexConfig(
         reader.take("index_n_heads", int), reader.take("index_head_dim", int), reader.take("index_topk", int)
     )

@@ -158,6 +158,7 @@ def test_published_config_is_read():
 def test_configs_that_transformers_saved_are_read():
     kinds = {"layer_types": ["indexed_attention"] * 61, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58}
     assert read(**kinds, head_dim=64, qk_head_dim=192, mlp_bias=False) == read()
+    assert read(**kinds | {"layer_types": ["deepseek_sparse_attention"] * 61}) == read()  # of another version
     assert read(**kinds, first_k_dense_replace=None) == read()
 
 
@@ -167,7 +168,7 @@ def test_configs_that_transformers_saved_are_read():
         ({"q_lora_rank": None}, r"q_lora_rank must be a number for model_type 'deepseek_v32'"),
         ({"index_topk": None}, r"lacks index_topk"),
         ({"index_head_dim": 32}, r"index_head_dim \(32\) must be at least qk_rope_head_dim \(64\)"),
-        ({"layer_types": ["full_attention"] * 61}, r"layer_types may hold indexed_attention, got 'full_attention'"),
+        ({"layer_types": ["full_attention"] * 61}, r"layer_types may hold indexed_attention, .*, got 'full_attention'"),
         ({"layer_types": ["indexed_attention"] * 60}, r"layer_types has 60 entries for 61 layers"),
         ({"mlp_layer_types": ["sparse"] * 61}, r"first_k_dense_replace = 3 and mlp_layer_types with dense layers \[\]"),
         ({"first_k_dense_replace": None}, r"lacks first_k_dense_replace or mlp_layer_types"),

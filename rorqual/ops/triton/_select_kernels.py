@@ -72,16 +72,18 @@ def _planes_of_e2m1(codes, words, COMPUTE: tl.constexpr):
     scale = (words >> (byte // _GROUP_BYTES % 4 * 8)[None, :]) & 0xFF
     if _INTERPRETING or tl.float32 == COMPUTE:
         power = ue8m0_value(scale)
-        return (e2m1_value(codes & 15) * power).to(COMPUTE), (e2m1_value(codes >> 4) * power).to(COMPUTE)
-    power = tl.maximum(scale << 7, 1 << 6).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 2^-127 is a subnormal
-    return tl.inline_asm_elementwise(
-        _DECODE_E2M1,
-        "=r,=r,=r,=r,r,r,r",
-        [codes, power],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+        even, odd = (e2m1_value(codes & 15) * power).to(COMPUTE), (e2m1_value(codes >> 4) * power).to(COMPUTE)
+    else:
+        power = tl.maximum(scale << 7, 1 << 6).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 2^-127 is a subnormal
+        even, odd = tl.inline_asm_elementwise(
+            _DECODE_E2M1,
+            "=r,=r,=r,=r,r,r,r",
+            [codes, power],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return even, odd
 
 
 @triton.jit
