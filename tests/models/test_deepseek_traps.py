@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from rorqual.models.registry import read_model_config
+from rorqual.ops.registry import load_backends
+from rorqual.ops.row_attention import RowRange, RowSource, row_attention
+from rorqual.ops.row_cache import read_rows, store_rows
 from tests.models.scattered import loaded_model, logits_by_chunks, tokens
 from tests.models.test_deepseek_v3 import V3
+from tests.ops.row_attention_cases import row_attention_case
+from tests.ops.test_parity import moved
 from tests.tiny import DEEPSEEK_CONFIGS, checkpoint_folder, random_deepseek
 
 LENGTH = 150
@@ -83,3 +88,25 @@ def test_an_entry_is_seen_by_the_very_token_that_completes_it():
     changes = (got - want).abs().amax(1)
     assert changes[:3].max() < 5e-5
     assert changes[3] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("device", "num_blocks"), [("cpu", 100), pytest.param("cuda", 1_100_000_000 // 576, marks=pytest.mark.gpu)]
+)
+def test_rows_lie_further_than_32_bits_reach(device, num_blocks):
+    """A cache of more than 2^32 numbers, 8 GiB on a GPU: what lies at its end is stored, read and attended to alike."""
+    load_backends(*(["triton"] if device == "cuda" else []))
+    case = row_attention_case([1, 3], [9, 40], dtype=torch.bfloat16, width=576, value_dim=512)
+    (query, (source,), batch), options = moved(case, device)
+    near, which = source
+    far = near._replace(data=torch.empty(num_blocks, *near.data.shape[1:], dtype=torch.bfloat16, device=device))
+    offset = num_blocks - len(near.data)
+    rows = near.data.flatten(0, 1)
+    slots = torch.arange(len(rows), device=device) + offset * near.rows_per_block
+    store_rows(rows, far, slots)
+    assert torch.equal(read_rows(far, slots).isnan(), rows.isnan())
+    assert torch.equal(far.data[offset:].nan_to_num(), near.data.nan_to_num())
+    shifted = RowRange((which.block_tables + offset).int(), *which[1:])
+    want = row_attention(query, [source], batch, **options)
+    assert torch.equal(row_attention(query, [RowSource(far, shifted)], batch, **options), want)
+    assert not want.isnan().any()
