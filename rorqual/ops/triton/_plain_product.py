@@ -42,10 +42,9 @@ class PlainTile(NamedTuple):
 
 def tile_of_plain(rows: int, features: int | None = None) -> PlainTile:
     """What a program computes, for a number of rows and outputs; None are many."""
-    narrow = features is not None and features <= NARROW and rows <= MOST_ROWS_OF_NARROW
-    if rows <= FEW_ROWS or narrow:
+    if rows <= FEW_ROWS or (features is not None and features <= NARROW):
         return PlainTile(16, 8 if rows <= 8 else 16, 256, 1, 4)
-    return PlainTile(64, 32, 128, 4, 4) if rows <= MOST_ROWS_OF_NARROW else PlainTile(128, 128, 64, 8, 4)
+    return PlainTile(64, 32, 128, 4, 4)
 
 
 @triton.jit
@@ -117,13 +116,13 @@ def product_kernel(
     tl.store(to, round_to(acc, out.dtype.element_ty), mask=mask)
 
 
-def refuse_plain(x: torch.Tensor, weight: torch.Tensor, *, most_rows: int | None) -> str | None:
+def refuse_plain(x: torch.Tensor, weight: torch.Tensor, *, most_rows: int) -> str | None:
     """Why x [..., in_features] times a plain weight [..., in_features] is not for these kernels, or None."""
     if weight.dim() != 2 or x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies matrices of bfloat16 or float16, got {x.dtype} and {weight.dtype}"
     if x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         return f"needs as many columns as the weight has, got {list(x.shape)} and {list(weight.shape)}"
-    if most_rows is not None and x.numel() > most_rows * x.shape[-1]:
+    if x.numel() > most_rows * x.shape[-1]:
         return f"is for up to {most_rows} rows, got {list(x.shape)}"
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         return "needs rows of the weight without gaps"

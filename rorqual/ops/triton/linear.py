@@ -136,8 +136,6 @@ def _refuse_plain(
         return f"writes {x.dtype} or float32, got {out_dtype}"
     if hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc) is not None:
         return None
-    if output_dtype(x, out_dtype) != x.dtype:  # of which cuBLAS may split K
-        return refuse_plain(x, weight, most_rows=None)
     narrow = weight.dim() == 2 and weight.shape[0] <= NARROW
     return refuse_plain(x, weight, most_rows=MOST_ROWS_OF_NARROW if narrow else MOST_ROWS)
 

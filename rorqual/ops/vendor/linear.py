@@ -67,8 +67,8 @@ def _refuse(
         return f"needs operands of one dtype, bfloat16, float16 or float32, got {x.dtype} and {weight.dtype}"
     if activation is not None or weight.dim() != 2:
         return "multiplies plain matrices"
-    if out_dtype not in (None, x.dtype):
-        return f"may split K where it writes another dtype than {x.dtype}, got {out_dtype}"
+    if out_dtype not in (None, x.dtype, torch.float32):
+        return f"writes {x.dtype} or float32, got {out_dtype}"
     slow = x.dtype != torch.float32 and _is_slow_unsplit(x.numel() // max(1, x.shape[-1]), *weight.shape)
     if slow or hopper_tile(x, weight, bias, out_dtype=out_dtype, out_acc=out_acc) is not None:
         return f"would have to split K, or is slower than other kernels, for {list(x.shape)} by {list(weight.shape)}"
@@ -156,10 +156,14 @@ def linear_vendor(
     if same and out_acc is None and bias is not None:
         torch.addmm(bias, flat, columns, out=rows)
         return out
-    if out_acc is None:
+    if out_acc is None and dtype == x.dtype:
         torch.mm(flat, columns, out=rows)
-    else:
+    elif out_acc is None:
+        torch.mm(flat, columns, out_dtype=dtype, out=rows)
+    elif dtype == x.dtype:
         torch.addmm(rows, flat, columns, out=rows)
+    else:
+        torch.addmm(rows, flat, columns, out_dtype=dtype, out=rows)
     if bias is not None:
         rows.add_(bias)
     return out
