@@ -211,10 +211,6 @@ DEEPSEEK_SIZES: dict[str, dict[str, int]] = {
     "cuda": {"prompts": 96, "longest": 440, "tokens": 40, "blocks": 4000, "few": 300, "step": 4096, "alone": 8},
     "cpu": {"prompts": 9, "longest": 100, "tokens": 18, "blocks": 100, "few": 10, "step": 256, "alone": 3},
 }
-STEPS_MATTER = {
-    model: (pytest.mark.xfail(strict=True, reason="some of its numbers still depend on the size of a prompt's step"),)
-    for model in ("v32", "v4")
-}
 FEW_ROWS = {"prompts": 48, "step": 64, "few": 150}
 """For layers in FP8: cuBLAS multiplies more rows than 64 of them, and adds up in another order."""
 
@@ -223,10 +219,7 @@ FEW_ROWS = {"prompts": 48, "step": 64, "few": 150}
     ("device", "model"),
     [
         *(("cpu", model) for model in DEEPSEEK["cpu"]),
-        *(
-            pytest.param("cuda", model, marks=(pytest.mark.gpu, *STEPS_MATTER.get(model, ())))
-            for model in DEEPSEEK["cuda"]
-        ),
+        *(pytest.param("cuda", model, marks=pytest.mark.gpu) for model in DEEPSEEK["cuda"]),
     ],
 )
 def test_answers_of_deepseek_do_not_depend_on_how_they_are_computed(device: str, model: str) -> None:

@@ -12,9 +12,9 @@ from rorqual.batch import Batch, CacheView
 from rorqual.ops.compress_rows import compress_rows
 from rorqual.ops.grouped_linear import grouped_linear
 from rorqual.ops.hyper_connection import merge_and_mix_streams, merge_streams, mix_streams, prepare_mix
-from rorqual.ops.kv_transform import NormStage
+from rorqual.ops.kv_transform import NormStage, transform_kv
 from rorqual.ops.registry import Op, load_backends
-from rorqual.ops.row_cache import RowCache
+from rorqual.ops.row_cache import RowCache, store_rows
 from rorqual.ops.triton.launch import DEVICE, INTERPRETING, available
 from tests.ops.grouped_cases import GROUPED_CASES
 from tests.ops.paged_cases import make_batch
@@ -140,3 +140,23 @@ def test_tokens_beyond_a_sequence_are_left_alone():
     run(compress_rows, projected, states, entries, batch, compression, **options)
     assert torch.equal(before[0].nan_to_num(7), states.data.nan_to_num(7))
     assert torch.equal(before[1], entries.data)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [(1, 576), (64, 512)])
+def test_a_norm_before_a_cast_or_a_store_does_not_depend_on_the_others(heads, dims):
+    """Few tokens and many are cut among programs and warps alike; on a GPU that is the order of a norm's sum."""
+    most = 33 if INTERPRETING else 1100
+    x = torch.randn(most, heads, dims, device=DEVICE).bfloat16()
+    norm = NormStage(torch.randn(512, device=DEVICE).bfloat16(), 1e-6)
+    if heads == 1:
+        cache = RowCache(0, torch.zeros(1, most, dims, dtype=torch.bfloat16, device=DEVICE))
+        run(store_rows, x[:, 0], cache, torch.arange(most, device=DEVICE), norm=norm)
+        whole = cache.data[0].clone()
+    else:
+        whole = run(transform_kv, x, norm=norm)
+    for some in (1, 16, 17, 32):
+        if heads == 1:
+            run(store_rows, x[:some, 0], cache, torch.arange(some, device=DEVICE), norm=norm)
+            assert torch.equal(cache.data[0, :some], whole[:some])
+        else:
+            assert torch.equal(run(transform_kv, x[:some], norm=norm), whole[:some])

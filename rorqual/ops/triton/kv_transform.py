@@ -109,7 +109,8 @@ def launch_transform(
         return
     element, scale, group = format
     block_d = max(1 << (dims - 1).bit_length(), group)
-    many = num_rows * block_d > _FEW
+    # How a tile lies among the warps is the order in which a norm adds up, which must not follow from the company.
+    many = norm is not None or num_rows * block_d > _FEW
     rows = max(1, (_TILE_OF_MANY if many else _TILE_OF_FEW) // block_d)
     transform_kernel[(-(-num_rows // rows),)](
         x,
