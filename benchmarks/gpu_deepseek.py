@@ -30,6 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks.gpu_engine import MODELS  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 NAME = "cuda_deepseek"
 
@@ -148,30 +150,6 @@ def _only(ratio: int) -> dict[str, Any]:
     return V4_FLASH | {"compress_ratios": [ratio] * 43 + [0], "num_hash_layers": 0}
 
 
-QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "vocab_size": 151936,
-    "torch_dtype": "bfloat16",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 LAYERS = {
     "v3": V3 | {"first_k_dense_replace": 0},
     "v32": V32 | {"first_k_dense_replace": 0},
@@ -300,7 +278,7 @@ def run_in_process(model: str, part: str, folder: Path) -> dict[str, Any]:
 
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "layers": LAYERS,
-    "experts": {"qwen3-30b-a3b": QWEN3_MOE},
+    "experts": {"qwen3-30b-a3b": MODELS["qwen3-30b-a3b"]},
     "engine": {
         "v4-flash-cut": V4_FLASH
         | {
