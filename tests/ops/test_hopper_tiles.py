@@ -148,14 +148,24 @@ def test_one_backend_takes_what_the_other_leaves(on_hopper, refusals):
             assert vendor(x, weight) is None or triton(x, weight) is None
             takes_gated = rows <= 16 or hopper_tile(x, weight, gated=True) is not None
             assert (gated(x, weight) is None) == takes_gated
-    x, weight = operands(200)
-    for options in ({"out_dtype": torch.float32}, {"out_acc": torch.zeros(200, 192, dtype=BF16)}):
+    x, weight = operands(200, 64, 1024)
+    for options in ({"out_dtype": torch.float32}, {"out_acc": torch.zeros(200, 1024, dtype=BF16)}):
         assert vendor(x, weight, **options) is None
         assert "up to 128 rows" in triton(x, weight, **options)
-    bias = torch.zeros(192, dtype=BF16)
+    bias = torch.zeros(1024, dtype=BF16)
     assert vendor(x, weight, bias) is None
     assert "up to 128 rows" in triton(x, weight, bias)
     assert "up to 16 rows" in gated(x, weight, bias)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_narrow_weights_are_streamed_beside_more_rows(on_hopper, refusals, out_dtype):
+    """A router's whole product would be a few of cuBLAS's programs."""
+    vendor, triton, _ = refusals
+    for rows, taken in ((129, True), (512, True), (513, False)):
+        x, weight = operands(rows, 7168, 256)
+        assert (triton(x, weight, out_dtype=out_dtype) is None) == taken
+        assert (vendor(x, weight, out_dtype=out_dtype) is None) == (not taken)
 
 
 def test_a_weight_is_described_once_and_not_kept():

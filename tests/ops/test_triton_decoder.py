@@ -193,8 +193,9 @@ def test_inputs_of_any_strides_and_dimensions():
 
 
 def test_many_rows_and_other_operands_are_refused():
-    x, weight = operands(129, 20, 100, BF16)
+    x, weight = operands(129, 1000, 100, BF16)
     assert "up to 128 rows" in linear.explain(x, weight)["triton"]
+    assert "up to 512 rows" in linear.explain(*operands(513, 20, 100, BF16))["triton"]
     assert "up to 16 rows" in gated_linear.explain(x[:17], weight)["triton"]
     assert "float32" in linear.explain(x.float(), weight.float())["triton"]
     assert "without gaps" in linear.explain(x[:4], weight.t().contiguous().t())["triton"]
