@@ -107,7 +107,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("model", ["deepseek_v32", "deepseek_v4", "deepseek_v4 packed"])
+@pytest.mark.parametrize(
+    "model", ["deepseek_v32", "deepseek_v4", pytest.param("deepseek_v4 packed", marks=pytest.mark.slow)]
+)
 def test_company_changes_nothing(model, switch):
     """All at once. Where blocks are few, of texts that barely fit, some are put back and begin again."""
     with llm_of(model, **SWITCHES[switch]) as llm:
@@ -188,6 +190,7 @@ def as_released(
     return found
 
 
+@pytest.mark.slow
 def test_rounded_caches_keep_the_promise_to_the_bit():
     """FP8 windows and entries, FP4 index keys: a last bit may decide about a code, so sums have one order here."""
     prompts = [TEXT[:140], TEXT[:133] + prompt(3, 1), TEXT[:60] + prompt(5, 2)]

@@ -17,6 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 _PRODUCTS = "linear or attention or experts"
+_MIXTURES = "streams or route_ or compress or select_rows or store_rows"
+_RARE = (
+    "what_layers_share or (streams and many) or (narrow and (equals or hot or crowds or nearly or strided or excluded "
+    "or behind or bfloat16))"
+)
+"""Cases that take long and differ little from others."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -24,16 +30,24 @@ _PRODUCTS = "linear or attention or experts"
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("test_parity.py", f"triton and ({_PRODUCTS})"),
-        ("test_parity.py", f"triton and not ({_PRODUCTS})"),
+        ("test_parity.py", f"triton and ({_PRODUCTS}) and not ({_RARE})"),
+        ("test_parity.py", f"triton and ({_MIXTURES}) and not ({_PRODUCTS} or {_RARE})"),
+        ("test_parity.py", f"triton and not ({_PRODUCTS} or {_MIXTURES} or {_RARE})"),
+        pytest.param("test_parity.py", f"triton and ({_RARE})", marks=pytest.mark.slow),
         ("test_triton_linear.py", "triton"),
         ("test_triton_attention.py", "triton"),
-        ("test_triton_moe.py", "triton"),
         ("test_triton_company.py", "triton"),
-        ("test_triton_quantized_experts.py", "triton"),
-        ("test_triton_row_attention.py", "triton"),
-        ("test_triton_select_rows.py", "triton"),
         ("test_triton_decoder.py", "triton"),
+        # Most of what these say of kernels is theirs by the parity tests too.
+        *(
+            pytest.param(file, "triton", marks=pytest.mark.slow)
+            for file in (
+                "test_triton_moe.py",
+                "test_triton_quantized_experts.py",
+                "test_triton_row_attention.py",
+                "test_triton_select_rows.py",
+            )
+        ),
     ],
 )
 def test_kernels_equal_their_references_in_the_interpreter(file, chosen):
