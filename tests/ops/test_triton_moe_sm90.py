@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(INTERPRETING, reason="kernels are not compiled in the interpreter")]
 
 from rorqual.ops.triton import _moe_quantized as quantized  # noqa: E402
-from rorqual.ops.triton import moe, routing  # noqa: E402
+from rorqual.ops.triton import moe  # noqa: E402
 from rorqual.ops.triton._prepared_weight import lay_out  # noqa: E402
 
 HIDDEN, INNER = 2048, 768
@@ -94,10 +94,10 @@ def test_tile_of_quantised_experts_compiles_for_sm90(family, most, gated, monkey
     [("sigmoid", 256, 8, False), ("sqrtsoftplus", 384, 1, False), ("sqrtsoftplus", 256, 1, True)],
 )
 def test_routing_by_scores_compiles_for_sm90(scoring, num_experts, num_groups, by_table, monkeypatch, tmp_path):
-    kernel = Recorded(routing._routing_kernels.route_scores_kernel)
-    monkeypatch.setattr(routing, "_routing_kernels", SimpleNamespace(route_scores_kernel=kernel))
+    kernel = Recorded(moe._routing_kernels.route_scores_kernel)
+    monkeypatch.setattr(moe, "_routing_kernels", SimpleNamespace(route_scores_kernel=kernel))
     ids = torch.zeros(99, 6, dtype=torch.int32)
-    routing.route_scores_triton(
+    moe.route_scores_triton(
         torch.zeros(4, num_experts),
         scoring=scoring,
         top_k=6,
