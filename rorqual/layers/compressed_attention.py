@@ -22,12 +22,12 @@ from rorqual.layers.decoder import Placement
 from rorqual.layers.float32_tensor import Float32Tensor
 from rorqual.layers.grouped_linear import GroupedLinear
 from rorqual.layers.layernorm import RMSNorm
-from rorqual.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from rorqual.ops.kv_transform import CastStage, HadamardStage, NormStage, RopeStage, transform_kv
+from rorqual.layers.lightning_indexer import IndexConfig, IndexScorer
+from rorqual.layers.linear import ColumnParallelLinear, RowParallelLinear
+from rorqual.ops.kv_transform import NormStage, RopeStage, transform_kv
 from rorqual.ops.rope import rotary_embedding
-from rorqual.ops.row_attention import RowList, RowRange, RowSource, row_attention
-from rorqual.ops.row_cache import RowCache, store_rows
-from rorqual.ops.select_rows import select_rows
+from rorqual.ops.row_attention import RowRange, RowSource, row_attention
+from rorqual.ops.row_cache import store_rows
 from rorqual.quantization.kv_record import KVRecord, entry_record, index_record
 
 
@@ -107,55 +107,31 @@ def _index_record(shape: AttentionShape, place: Placement) -> KVRecord | None:
     return index_record(dims, kind)
 
 
-class Indexer(nn.Module):
+class Indexer(IndexScorer):
     """Chooses the compressed entries that a token attends to, by scores of keys of its own."""
 
     def __init__(
         self, shape: AttentionShape, kind: LayerKind, place: Placement, prefix: str, *, cos_sin: torch.Tensor
     ) -> None:
-        super().__init__()
-        dtype, device = place.dtype, place.device
-        self.num_heads, self.head_dim, self.top_k = shape.index_n_heads, shape.index_head_dim, shape.index_topk
-        self.wq_b = ReplicatedLinear(
-            shape.q_lora_rank,
-            self.num_heads * self.head_dim,
-            dtype=dtype,
-            device=device,
-            quantization=place.format_of(prefix, "wq_b"),
+        super().__init__(
+            IndexConfig(shape.index_n_heads, shape.index_head_dim, shape.index_topk),
+            place,
+            prefix,
+            hidden_size=shape.hidden_size,
+            q_lora_rank=shape.q_lora_rank,
+            record=_index_record(shape, place),
         )
-        self.weights_proj = ReplicatedLinear(
-            shape.hidden_size, self.num_heads, dtype=dtype, device=device, out_dtype=torch.float32
-        )
-        record = _index_record(shape, place)
         self.compressor = Compressor(
             shape.hidden_size,
-            self.head_dim,
+            shape.index_head_dim,
             ratio=kind.ratio,
             overlap=kind.sparse,
             eps=shape.rms_norm_eps,
             cos_sin=cos_sin,
-            hadamard=record is not None,
-            dtype=dtype,
-            device=device,
+            hadamard=self.hadamard is not None,
+            dtype=place.dtype,
+            device=place.device,
         )
-        self.cast: CastStage | None = None
-        """Queries are rounded as keys are."""
-        if record is not None and record.format is not None:
-            self.cast = CastStage(record.format, cast_back=True)
-
-    def select(
-        self, x: torch.Tensor, q_low: torch.Tensor, keys: RowCache, rows: RowRange, rope: RopeStage, batch: Batch
-    ) -> RowList:
-        """The entries that each token, x [num_tokens, hidden_size] and q_low [num_tokens, q_lora_rank], attends to."""
-        query = transform_kv(
-            self.wq_b(q_low).view(-1, self.num_heads, self.head_dim),
-            rope=rope,
-            hadamard=HadamardStage(self.head_dim**-0.5) if self.cast is not None else None,
-            cast=self.cast,
-        )
-        assert isinstance(query, torch.Tensor)
-        weights = self.weights_proj(x) * (self.num_heads * self.head_dim) ** -0.5
-        return RowList(select_rows(query, weights, keys, rows, batch, top_k=self.top_k))
 
 
 class CompressedAttention(nn.Module):

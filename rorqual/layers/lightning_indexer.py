@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek-V3.2: which tokens a token should attend to."""
+"""The lightning indexer of DeepSeek-V3.2: which tokens a token should attend to. V4's asks in the same way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rorqual.ops.kv_transform import CastStage, HadamardStage, RopeStage, transf
 from rorqual.ops.row_attention import RowList, RowRange
 from rorqual.ops.row_cache import RowCache, store_rows
 from rorqual.ops.select_rows import select_rows
-from rorqual.quantization.kv_record import index_record
+from rorqual.quantization.kv_record import KVRecord, index_record
 
 _NORM_EPS = 1e-6
 """Fixed in the reference code, whatever rms_norm_eps says."""
@@ -52,7 +52,60 @@ class LayerNorm(Layer):
             yield WantedTensor(f"{prefix}.{name}", tuple(tensor.shape), functools.partial(copy_into, tensor))
 
 
-class LightningIndexer(nn.Module):
+class IndexScorer(nn.Module):
+    """The half of an indexer that asks: heads of queries from the attention's low-rank vector, and a weight for each.
+
+    Keys are the other half, made in each model's way. Where they are kept in a record, they go through a Hadamard
+    transform, and queries too, which are rounded to the same numbers.
+    """
+
+    def __init__(
+        self,
+        config: IndexConfig,
+        place: Placement,
+        prefix: str,
+        *,
+        hidden_size: int,
+        q_lora_rank: int,
+        record: KVRecord | None,
+    ) -> None:
+        super().__init__()
+        dtype, device = place.dtype, place.device
+        self.config = config
+        self.wq_b = ReplicatedLinear(
+            q_lora_rank,
+            config.n_heads * config.head_dim,
+            dtype=dtype,
+            device=device,
+            quantization=place.format_of(prefix, "wq_b"),
+        )
+        # Never quantised. Checkpoints hold it in bfloat16; sums are float32.
+        self.weights_proj = ReplicatedLinear(
+            hidden_size, config.n_heads, dtype=dtype, device=device, out_dtype=torch.float32
+        )
+        self.scale = (config.n_heads * config.head_dim) ** -0.5
+        self.hadamard: HadamardStage | None = None
+        self.cast: CastStage | None = None
+        if record is not None and record.format is not None:
+            self.hadamard = HadamardStage(config.head_dim**-0.5)
+            self.cast = CastStage(record.format, cast_back=True)
+
+    def select(
+        self, x: torch.Tensor, q_low: torch.Tensor, keys: RowCache, rows: RowRange, rope: RopeStage, batch: Batch
+    ) -> RowList:
+        """The rows that each token, x [num_tokens, hidden_size] and q_low [num_tokens, q_lora_rank], attends to."""
+        query = transform_kv(
+            self.wq_b(q_low).view(-1, self.config.n_heads, self.config.head_dim),
+            rope=rope,
+            hadamard=self.hadamard,
+            cast=self.cast,
+        )
+        assert isinstance(query, torch.Tensor)
+        weights = self.weights_proj(x) * self.scale
+        return RowList(select_rows(query, weights, keys, rows, batch, top_k=self.config.topk))
+
+
+class LightningIndexer(IndexScorer):
     """Scores every cached token by sum over heads of weight_h * relu(q_h . k) and keeps the best.
 
     Queries come from the same low-rank vector as the attention's, keys are one per token and are cached. Every rank has
@@ -71,34 +124,20 @@ class LightningIndexer(nn.Module):
         q_lora_rank: int,
         rotary: RotaryEmbedding,
     ) -> None:
-        super().__init__()
-        dtype, device = place.dtype, place.device
-        self.config, self.rotary = config, rotary
-        self.wq_b = ReplicatedLinear(
-            q_lora_rank,
-            config.n_heads * config.head_dim,
-            dtype=dtype,
-            device=device,
-            quantization=place.format_of(prefix, "wq_b"),
-        )
-        self.wk = ReplicatedLinear(
-            hidden_size, config.head_dim, dtype=dtype, device=device, quantization=place.format_of(prefix, "wk")
-        )
-        self.k_norm = LayerNorm(config.head_dim, eps=_NORM_EPS, device=device)
-        # Never quantised. Checkpoints hold it in bfloat16; sums are float32.
-        self.weights_proj = ReplicatedLinear(
-            hidden_size, config.n_heads, dtype=dtype, device=device, out_dtype=torch.float32
-        )
-        self.scale = (config.n_heads * config.head_dim) ** -0.5
         kind = place.index_cache_format
         record = None if kind == "plain" else index_record(config.head_dim, kind)
+        super().__init__(config, place, prefix, hidden_size=hidden_size, q_lora_rank=q_lora_rank, record=record)
+        self.rotary = rotary
+        self.wk = ReplicatedLinear(
+            hidden_size,
+            config.head_dim,
+            dtype=place.dtype,
+            device=place.device,
+            quantization=place.format_of(prefix, "wk"),
+        )
+        self.k_norm = LayerNorm(config.head_dim, eps=_NORM_EPS, device=place.device)
         self.part = RowPart(config.head_dim, place.kv_cache_dtype if record is None else place.dtype, record)
         """What it caches per token."""
-        self._hadamard: HadamardStage | None = None
-        self._cast: CastStage | None = None
-        if record is not None and record.format is not None:
-            self._hadamard = HadamardStage(config.head_dim**-0.5)
-            self._cast = CastStage(record.format, cast_back=True)
 
     def forward(self, x: torch.Tensor, q_lora: torch.Tensor, cache: RowCache, rows: RowRange, batch: Batch) -> RowList:
         """The rows that each token attends to, of those that it sees.
@@ -107,9 +146,5 @@ class LightningIndexer(nn.Module):
         """
         rope = RopeStage(batch.positions, self.rotary.cos_sin, self.rotary.interleaved, self.rotary.offset)
         slots = batch.caches[cache.group].slot_mapping
-        store_rows(self.k_norm(self.wk(x)), cache, slots, rope=rope, hadamard=self._hadamard)
-        query = self.wq_b(q_lora).view(len(x), self.config.n_heads, self.config.head_dim)
-        query = transform_kv(query, rope=rope, hadamard=self._hadamard, cast=self._cast)
-        assert isinstance(query, torch.Tensor)
-        weights = self.weights_proj(x) * self.scale
-        return RowList(select_rows(query, weights, cache, rows, batch, top_k=self.config.topk))
+        store_rows(self.k_norm(self.wk(x)), cache, slots, rope=rope, hadamard=self.hadamard)
+        return self.select(x, q_lora, cache, rows, rope, batch)
