@@ -48,6 +48,8 @@ class Batch:
     num_answer_tokens: int | None = None
     """How many sequences, from the front, are a token of an answer each; None: all there that have one token. Where
     kernels for them add up in another order than those for prompts, a prompt's last token must not be among them."""
+    splits_sequences: bool = False
+    """Whether some of these sequences are parts of one, whose tokens see each other only through the cache."""
     scratch: dict[Hashable, Any] = field(default_factory=dict)
     """What kernels worked out from the fields above, once for all layers."""
 

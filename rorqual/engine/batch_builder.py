@@ -121,6 +121,7 @@ def build_batch(
         query_lens=tuple(lengths.tolist()),
         context_lens_host=tuple(context_lens.tolist()),
         num_answer_tokens=num_answers,
+        splits_sequences=len(lengths) > len(chunks),
     )
     return BuiltBatch(batch, rows)
 

@@ -109,6 +109,31 @@ def test_entries_do_not_depend_on_where_a_prompt_is_cut(ratio, overlap, tokens, 
     assert torch.equal(cut[1].data, entries.data)
 
 
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
+def test_entries_are_the_same_where_a_sequence_is_in_parts(ratio, overlap):
+    """An answer that is computed again: its tokens come first, one by one, and pool tokens of the prompt behind them."""
+    tokens, prompt = 400, 205
+    if INTERPRETING:
+        tokens, prompt = 40, 21
+    (projected, states, entries, batch, compression), options = moved(
+        compress_case([tokens], [tokens], ratio=ratio, overlap=overlap), DEVICE
+    )
+    again = [RowCache(cache.group, cache.data.clone()) for cache in (states, entries)]
+    run(compress_rows, projected, states, entries, batch, compression, **options)
+    order = torch.tensor([*range(prompt, tokens), *range(prompt)], device=DEVICE)
+    num_answers = tokens - prompt
+    tables = [view.block_tables.expand(num_answers + 1, -1).contiguous() for view in batch.caches]
+    parts = make_batch(
+        [1] * num_answers + [prompt],
+        [*range(prompt + 1, tokens + 1), prompt],
+        tuple(CacheView(view.slot_mapping[order], table) for view, table in zip(batch.caches, tables, strict=True)),
+    )
+    parts = dataclasses.replace(moved(parts, DEVICE), splits_sequences=True)
+    run(compress_rows, projected[order], *again, parts, compression, **options)
+    assert torch.equal(again[0].data.nan_to_num(7), states.data.nan_to_num(7))
+    assert torch.equal(again[1].data, entries.data)
+
+
 def test_entries_do_not_depend_on_how_many_tokens_a_program_takes(monkeypatch):
     from rorqual.ops.triton import compress_rows as module
 

@@ -75,6 +75,7 @@ def test_tokens_of_answers_are_sequences_of_their_own() -> None:
     assert batch.query_lens == (1, 1, 1, 1, 1, 1, 1, 2)
     assert batch.context_lens_host == (7, 7, 8, 5, 6, 7, 7, 4)
     assert batch.num_single_token_seqs == 6  # not the last token of a prompt
+    assert batch.splits_sequences
     assert batch.input_ids.tolist() == [6, 26, 99, 14, 15, 16, 36, 12, 13]
     assert batch.positions.tolist() == [6, 6, 7, 4, 5, 6, 6, 2, 3]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
@@ -110,6 +111,7 @@ def test_a_row_of_several_tokens_is_written_by_its_last() -> None:
     chunks = [Chunk(answer, 23, 24), Chunk(prompt, 2, 9)]
     batch, _ = build_batch(chunks, [False] * 2, paging=paging, device=torch.device("cpu"))
     assert batch.positions.tolist() == [23, 2, 3, 4, 5, 6, 7, 8]
+    assert not batch.splits_sequences
     assert [view.slot_mapping.tolist() for view in batch.caches] == [
         [43, 46, 47, 48, 49, 50, 51, 52],
         [7, -1, 0, -1, -1, -1, 1, -1],

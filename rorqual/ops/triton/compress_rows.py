@@ -1,9 +1,9 @@
 """The compressor in two launches: state written and windows pooled, then entries normalised, rotated and stored.
 
 A window's tokens of this batch are pooled from the projection itself, so that nothing has to wait for the state that
-the same launch writes. A program pools some channels of one token's window: the softmax is channel by channel, and one
-that pooled all channels of 128 rows would take longer than everything else. Programs of tokens that complete nothing
-end at once.
+the same launch writes; where a sequence is in several parts, one launch writes and another pools. A program pools some
+channels of one token's window: the softmax is channel by channel, and one that pooled all channels of 128 rows would
+take longer than everything else. Programs of tokens that complete nothing end at once.
 """
 
 # mypy: ignore-errors
@@ -36,7 +36,7 @@ _TOGETHER = 16
 
 
 @triton.jit
-def _pool(projected, states, bias, positions, seqs, starts, tables, pooled, token, projected_row, state_block,
+def _pool(projected, states, bias, positions, seqs, starts, tables, pooled, token, chunk, projected_row, state_block,
           table_row, STATE_ROW: tl.constexpr, STATE_ROWS: tl.constexpr, WIDTH: tl.constexpr, RATIO: tl.constexpr,
           SPANS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Some channels of the entry that a token completes."""
@@ -54,7 +54,7 @@ def _pool(projected, states, bias, positions, seqs, starts, tables, pooled, toke
     kept = states + block.to(tl.int64) * state_block + (at % STATE_ROWS) * STATE_ROW
     row = tl.where(here, projected + own.to(tl.int64) * projected_row, kept)
     part = tl.where(i < RATIO, 0, WIDTH) if SPANS == 2 else tl.zeros_like(i)
-    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    channel = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = channel < WIDTH
     mask = real[:, None] & inside[None, :]
     offset = part[:, None] + channel[None, :]
@@ -67,7 +67,7 @@ def _pool(projected, states, bias, positions, seqs, starts, tables, pooled, toke
     tl.store(pooled + token.to(tl.int64) * WIDTH + channel, round_to(entry, pooled.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_part"])
 def _compress_kernel(
     projected,
     states,
@@ -80,6 +80,7 @@ def _compress_kernel(
     entry_slots,
     pooled,
     num_tokens,
+    first_part,
     projected_row,
     state_block,
     table_row,
@@ -94,22 +95,23 @@ def _compress_kernel(
     COPY: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Programs (tokens, chunk of channels) pool, those behind the last chunk write state."""
+    """Programs (tokens, part) pool a chunk of channels each, those behind the last chunk write state."""
     first = tl.program_id(0) * TOGETHER
+    part = tl.program_id(1) + first_part
     several = first + tl.arange(0, TOGETHER)
     wait_for_earlier_kernels()
-    if tl.program_id(1) < CHUNKS:
+    if part < CHUNKS:
         slots = tl.load(entry_slots + several, mask=several < num_tokens, other=-1)
         if tl.max(slots, axis=0) >= 0:
             for i in range(TOGETHER):
                 token = first + i
                 slot = tl.load(entry_slots + token, mask=token < num_tokens, other=-1)
                 if slot >= 0:
-                    _pool(projected, states, bias, positions, seqs, starts, tables, pooled, token, projected_row,
+                    _pool(projected, states, bias, positions, seqs, starts, tables, pooled, token, part, projected_row,
                           state_block, table_row, STATE_ROW, STATE_ROWS, WIDTH, RATIO, SPANS, ROWS, CHUNK)  # fmt: skip
     else:
         GATE: tl.constexpr = SPANS * WIDTH
-        d = (tl.program_id(1) - CHUNKS) * COPY + tl.arange(0, COPY)
+        d = (part - CHUNKS) * COPY + tl.arange(0, COPY)
         for i in range(TOGETHER):
             token = first + i
             slot = tl.load(state_slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
@@ -157,7 +159,7 @@ def compress_rows_triton(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Two launches."""
+    """Two launches; three where a sequence is in several parts."""
     num_tokens = projected.shape[0]
     if num_tokens == 0:
         return
@@ -169,35 +171,38 @@ def compress_rows_triton(
     chunks = triton.cdiv(width, chunk)
     together = 1 if num_tokens <= _FEW else min(_TOGETHER, triton.next_power_of_2(ratio))
     pooled = torch.empty((num_tokens, width), dtype=dtype, device=projected.device)
-    grid = (triton.cdiv(num_tokens, together), chunks + triton.cdiv(2 * spans * width, _COPY))
-    _compress_kernel[grid](
-        projected,
-        states.data,
-        compression.position_bias,
-        batch.positions,
-        seq_of_token(batch),
-        batch.cu_seqlens_q,
-        written.block_tables,
-        written.slot_mapping,
-        made.slot_mapping,
-        pooled,
-        num_tokens,
-        projected.stride(0),
-        states.data.stride(0),
-        written.block_tables.stride(0),
-        STATE_ROW=states.data.stride(1),
-        STATE_ROWS=states.rows_per_block,
-        WIDTH=width,
-        RATIO=ratio,
-        SPANS=spans,
-        ROWS=rows,
-        CHUNK=chunk,
-        CHUNKS=chunks,
-        COPY=_COPY,
-        TOGETHER=together,
-        num_warps=4,
-        launch_pdl=DEPENDENT_LAUNCH,
-    )
+    copies = triton.cdiv(2 * spans * width, _COPY)
+    launches = [(chunks, copies), (0, chunks)] if batch.splits_sequences else [(0, chunks + copies)]
+    for first_part, parts in launches:
+        _compress_kernel[(triton.cdiv(num_tokens, together), parts)](
+            projected,
+            states.data,
+            compression.position_bias,
+            batch.positions,
+            seq_of_token(batch),
+            batch.cu_seqlens_q,
+            written.block_tables,
+            written.slot_mapping,
+            made.slot_mapping,
+            pooled,
+            num_tokens,
+            first_part,
+            projected.stride(0),
+            states.data.stride(0),
+            written.block_tables.stride(0),
+            STATE_ROW=states.data.stride(1),
+            STATE_ROWS=states.rows_per_block,
+            WIDTH=width,
+            RATIO=ratio,
+            SPANS=spans,
+            ROWS=rows,
+            CHUNK=chunk,
+            CHUNKS=chunks,
+            COPY=_COPY,
+            TOGETHER=together,
+            num_warps=4,
+            launch_pdl=DEPENDENT_LAUNCH,
+        )
     rope = RopeStage(batch.positions, compression.cos_sin, interleaved=True)
     launch_store(
         pooled,
