@@ -34,7 +34,7 @@ _ROW_MULTIPLE = 4
 """cuBLASLt wants columns of scales that are a multiple of 16 bytes apart: x gets up to three rows more."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FEW_ROWS = 16
-_FEW_TILES_ROWS, _FEW_TILES, _TALL = 128, 2048, 2.5
+_FEW_TILES_ROWS, _FEW_TILES, _TALL = 128, 2048, 2
 """Fewer rows than the first, outputs up to the second, and the third's multiple of them in K."""
 _NARROW_ROWS, _NARROW = 512, 512
 """Up to so many rows and outputs: routers, whose whole product would be a few of cuBLAS's programs."""
