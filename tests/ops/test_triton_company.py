@@ -111,7 +111,7 @@ def test_entries_do_not_depend_on_where_a_prompt_is_cut(ratio, overlap, tokens, 
 
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False)])
 def test_entries_are_the_same_where_a_sequence_is_in_parts(ratio, overlap):
-    """An answer that is computed again: its tokens come first, one by one, and pool tokens of the prompt behind them."""
+    """Of an answer that is computed again tokens come first, one by one, and pool those of the prompt behind them."""
     tokens, prompt = 400, 205
     if INTERPRETING:
         tokens, prompt = 40, 21
