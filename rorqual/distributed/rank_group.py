@@ -1,0 +1,112 @@
+"""Ranks and what they do together, on torch's process groups: gloo between CPUs, NCCL between GPUs.
+
+Groups are made from a store and belong to nobody else: there is no default group in the process, so that engines come
+and go, and two of them stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, Work
+
+
+class RankGroup:
+    """Some ranks, of which this is one. Every call is made by all of them, in the same order."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        backend: str = "gloo",
+        timeout: timedelta = timedelta(seconds=300),
+        device: torch.device | None = None,
+    ) -> None:
+        """Connect, with the others that have the same store. Raises RuntimeError where one does not come in time.
+
+        Args:
+            store: of this group alone; see `dist.PrefixStore`.
+            rank, size: this one's number in the group, and how many there are.
+            backend: "gloo", for tensors anywhere, or "nccl", for those on GPUs of one each.
+            timeout: how long one waits for another.
+            device: the GPU, for NCCL.
+        """
+        self.rank, self.size, self.backend = rank, size, backend
+        self._group: Any
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            if device is not None:
+                self._group.eager_connect_single_device(device)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum, the same to the bit on every rank and whatever lies beside an element; x may be overwritten.
+
+        A ring would add up in another order for each part of a tensor, so that a token's sum would hang on its place
+        among others. Two numbers have only one sum; those of more ranks are gathered, and added up in the order of
+        ranks in float32 or better.
+        """
+        x = x.contiguous()
+        if self.size == 2:
+            self._group.allreduce([x]).wait()
+            return x
+        parts = self.gather(x)
+        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x of every rank, stacked: [size, *x.shape]."""
+        x = x.contiguous()
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        self._group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        return parts
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] of each rank, side by side: [..., size * n]."""
+        parts = self.gather(x)
+        return parts.movedim(0, -2).reshape(*x.shape[:-1], self.size * x.shape[-1])
+
+    def all_to_all(
+        self, x: torch.Tensor, *, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Rows for each rank in turn -> the rows from each rank in turn.
+
+        sent, received: rows for and from each rank; None: as many for each.
+        """
+        x = x.contiguous()
+        rows = len(x) if received is None else sum(received)
+        out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        self._group.alltoall_base(out, x, list(received or ()), list(sent or ())).wait()
+        return out
+
+    def broadcast(self, x: torch.Tensor, *, root: int = 0) -> torch.Tensor:
+        """x of the root, in x's place on the others."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._group.broadcast([x], options).wait()
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> Work:
+        """Begin to send x, which must stay as it is until the result was waited for."""
+        work: Work = self._group.send([x], to, 0)
+        return work
+
+    def receive(self, x: torch.Tensor, source: int) -> Work:
+        """Begin to receive into x; complete when the result was waited for."""
+        work: Work = self._group.recv([x], source, 0)
+        return work
+
+    def close(self) -> None:
+        """Let go of the others; calls that wait for them end with an error."""
+        self._group.abort()
