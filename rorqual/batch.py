@@ -21,6 +21,16 @@ class CacheView(NamedTuple):
     """[num_seqs, max_blocks] int32: blocks of each sequence's context; what no query sees is any valid block."""
 
 
+class ExchangeSize(NamedTuple):
+    """What replicas that share experts have agreed on before a step, so that each takes part in the same exchanges."""
+
+    most_tokens: int
+    """The most tokens that any replica has in this step; perhaps more, as graphs have tokens that only fill up."""
+    fixed: bool
+    """Whether buffers are as large as could be needed, so that nobody waits for the device to learn a number; else as
+    large as they need to be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Chunks of several sequences laid end to end: no batch dimension, no padding.
@@ -50,6 +60,8 @@ class Batch:
     kernels for them add up in another order than those for prompts, a prompt's last token must not be among them."""
     splits_sequences: bool = False
     """Whether some of these sequences are parts of one, whose tokens see each other only through the cache."""
+    exchange: ExchangeSize | None = None
+    """Where several replicas share experts; None: there is one, or each has all of them."""
     scratch: dict[Hashable, Any] = field(default_factory=dict)
     """What kernels worked out from the fields above, once for all layers."""
 

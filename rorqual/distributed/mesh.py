@@ -31,6 +31,8 @@ class Mesh:
     """The ranks of this replica, in order; None where there is one, or nothing is exchanged (as in tests of shapes)."""
     dp: RankGroup | None = None
     """The ranks with this tp_rank, in the order of replicas."""
+    ep: RankGroup | None = None
+    """All ranks, where several replicas share the routed experts."""
 
     @classmethod
     def single(cls) -> Mesh:
@@ -44,9 +46,9 @@ class Mesh:
             raise ValueError(f"ranks go from 0 to {tp_size * dp_size - 1}, got {rank}")
         return cls(rank % tp_size, tp_size, rank // tp_size, dp_size, expert_parallel)
 
-    def connected(self, *, tp: RankGroup | None, dp: RankGroup | None) -> Mesh:
+    def connected(self, *, tp: RankGroup | None, dp: RankGroup | None, ep: RankGroup | None = None) -> Mesh:
         """The same place with the groups that it exchanges in."""
-        return replace(self, tp=tp, dp=dp)
+        return replace(self, tp=tp, dp=dp, ep=ep)
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,11 @@ class Mesh:
     def dp_ranks(self) -> tuple[int, ...]:
         """All ranks that hold what this one holds of the layers that are not experts."""
         return tuple(range(self.tp_rank, self.world_size, self.tp_size))
+
+    @property
+    def ep_ranks(self) -> tuple[int, ...]:
+        """All ranks that exchange tokens for their experts: those of all replicas, or this one alone."""
+        return tuple(range(self.world_size)) if self.expert_parallel and self.dp_size > 1 else (self.rank,)
 
     @property
     def ep_size(self) -> int:
