@@ -19,7 +19,7 @@ from rorqual.cli.settings import Settings
 from rorqual.config import StrictModel
 
 if TYPE_CHECKING:
-    from rorqual.cli.load.http import HttpClient
+    from rorqual.server.http_client import HttpClient
     from rorqual.cli.load.requests import Record
 
 Positive = Annotated[float, Field(gt=0)]
@@ -131,7 +131,7 @@ class _Bench:
     """One run of the command."""
 
     def __init__(self, options: ServeOptions, limits: dict[str, float], bodies: list[dict[str, Any]]) -> None:
-        from rorqual.cli.load.http import HttpClient
+        from rorqual.server.http_client import HttpClient
 
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
         base_url = options.base_url.rstrip("/").removesuffix("/v1")
@@ -153,7 +153,7 @@ class _Bench:
             self._client.close()
 
     async def _first_model(self) -> str:
-        from rorqual.cli.load.http import HttpError
+        from rorqual.server.http_client import HttpError
         from rorqual.cli.load.requests import error_text
 
         try:

@@ -9,7 +9,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rorqual.cli.load.http import HttpClient, HttpError
+from rorqual.server.http_client import HttpClient, HttpError
 from rorqual.cli.load.report import best, is_good, parse_goodput, percentile, summary
 from rorqual.cli.load.requests import Record, send
 from rorqual.cli.load.workload import WORDS, arrivals, from_file, synthetic

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rorqual.cli.load.http import HttpClient
+from rorqual.server.http_client import HttpClient
 from rorqual.cli.load.requests import Endpoint, Record, send
 
 OnDone = Callable[[Record], object]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rorqual.cli.load.http import HttpClient, HttpError
+from rorqual.server.http_client import HttpClient, HttpError
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
