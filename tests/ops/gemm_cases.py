@@ -91,7 +91,7 @@ GEMM_NOT_FOR_ONEDNN = {case for case in GEMM_CASES if _is_not_for_onednn(case)}
 """Refused on CPU: other outputs, a float32 bias, blocks of 128 columns that end within a row."""
 
 _ANOTHER_DTYPE = "weight_only_float32"
-_MORE_ROWS = {"native_seventeen", "native_forty", "native_forty_to_float32", "native_rows_apart"}
+_MORE_ROWS = {"native_seventeen", "native_forty", "native_forty_to_float32"}
 _OF_16_BITS = {case for case, make in PLAIN.items() if make()[0][0].dtype.itemsize == 2}
 _MANY_ROWS = {"many_rows", "native_many"}
 FEW_ROWS = _OF_16_BITS - _MORE_ROWS - _MANY_ROWS
