@@ -88,7 +88,28 @@ class EngineConfig(StrictModel):
     """What an indexer keeps its keys in (DeepSeek-V3.2 and V4). auto: plain numbers, as the KV cache's; fp8 and fp4:
     behind a Hadamard transform, with scales, and its queries are rounded alike."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that share every layer."""
+    """Ranks that share every layer, one GPU each, or a part of the CPU's cores."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Replicas that each schedule their own sequences."""
+    data_parallel_rank: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this is, where each is started by itself and exchanges tokens with the others."""
+    enable_expert_parallel: bool = False
+    """Every rank holds some whole routed experts, instead of a part of each."""
+    distributed_executor_backend: Literal["mp", "torchrun", "ray"] = "mp"
+    """Who starts the ranks: mp, this program, on one host or, with nnodes, on each; torchrun, which has started this
+    program once for each of them; ray, on a Ray cluster."""
+    nnodes: Annotated[int, Field(ge=1)] = 1
+    """Hosts that share the ranks evenly; the same command runs on each, but for node_rank."""
+    node_rank: Annotated[int, Field(ge=0)] = 0
+    """This host's number; people talk to host 0."""
+    master_addr: str | None = None
+    """Host 0's address, as the others reach it."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A free port of host 0. Default on one host: one that the system chooses."""
+    rank_timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds without a sign of life after which a rank counts as dead, and the engine ends."""
+    check_ranks: bool = False
+    """Compare what the ranks are about to compute before every step, to find a rank that disagrees."""
     max_model_len: TokenCount | None = None
     """Longest prompt plus output, in tokens. Default: the model's own, cut (and said so) to what the KV cache holds."""
     max_num_seqs: Annotated[int, Field(ge=1)] | None = None
@@ -134,9 +155,22 @@ class EngineConfig(StrictModel):
                 f"max_num_batched_tokens ({tokens}) must be at least max_num_seqs ({seqs}): "
                 "raise the first or lower the second"
             )
-        if self.tensor_parallel_size != 1:
+        if self.data_parallel_rank is not None and self.data_parallel_rank >= self.data_parallel_size:
             raise ValueError(
-                f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}: "
-                "layers are ready for more ranks, the launcher is not"
+                f"data_parallel_rank goes from 0 to {self.data_parallel_size - 1} with data_parallel_size "
+                f"{self.data_parallel_size}, got {self.data_parallel_rank}"
             )
+        world = self.tensor_parallel_size * self.data_parallel_size
+        if world % self.nnodes:
+            raise ValueError(
+                f"{world} ranks (tensor_parallel_size times data_parallel_size) do not go into {self.nnodes} hosts "
+                "evenly: use a number of nnodes that divides them"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank goes from 0 to {self.nnodes - 1} with nnodes {self.nnodes}, got {self.node_rank}"
+            )
+        by_hand = self.nnodes > 1 and self.distributed_executor_backend == "mp"
+        if by_hand and (self.master_addr is None or self.master_port is None):
+            raise ValueError("several hosts need master_addr and master_port: host 0's address and a free port of it")
         return self

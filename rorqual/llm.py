@@ -36,7 +36,11 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
-        """Load a model. `progress` shows bars on stderr. Raises ValueError for a bad option, model or checkpoint."""
+        """Load a model. `progress` shows bars on stderr. Raises ValueError for a bad option, model or checkpoint.
+
+        Where the options make this program one of ranks that only follow (torchrun's but the first, or a host that is
+        not the first), it does so now, and then raises SystemExit.
+        """
         self._lock = threading.RLock()
         self._deltas: dict[str, deque[StreamDelta]] = {}
         config = EngineConfig(model=model, **options)
@@ -44,6 +48,9 @@ class LLM:
             files = open_model(config)
             with timed(files.seconds, "import"):
                 from rorqual.engine.engine import Engine  # and torch with it
+                from rorqual.engine.worker import follow_first_rank
+            if (code := follow_first_rank(config)) is not None:
+                raise SystemExit(code)
             self._engine: Engine | None = Engine(config, files, progress=progress)
 
     @property
@@ -139,6 +146,8 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. The LLM cannot be used afterwards."""
         with self._lock:
+            if self._engine is not None:
+                self._engine.close()
             self._engine = None
             self._deltas.clear()
 

@@ -21,6 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_num_batched_tokens": ("--chunked-prefill-size",),
     "block_size": ("--page-size",),
     "tensor_parallel_size": ("-tp", "--tp", "--tp-size"),
+    "data_parallel_size": ("-dp", "--dp", "--dp-size"),
     "gpu_memory_utilization": ("--mem-fraction-static",),
     "enforce_eager": ("--disable-cuda-graph",),
     "threads": ("-t",),
@@ -39,10 +40,7 @@ INVERSE_ALIASES: dict[str, tuple[str, ...]] = {
 NOT_OPTIONS: dict[str, str] = {
     "--enable-chunked-prefill": "leave it out: prompts are always cut to fit a step",
     "--no-enable-chunked-prefill": "prompts are always cut to fit a step; raise --max-num-batched-tokens instead",
-    "--data-parallel-size": "this version runs one replica",
-    "--dp": "this version runs one replica",
-    "--enable-expert-parallel": "this version runs on one rank",
-    "--ep-size": "this version runs on one rank",
+    "--ep-size": "experts are shared by all ranks or by none: see --enable-expert-parallel",
     "--enable-auto-tool-choice": "leave it out: tool calls are found if the model's format is known; see "
     "--tool-call-parser",
     "--chat-template-content-format": "leave it out: the template itself shows what it reads",
@@ -84,6 +82,19 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_dtype",
         "index_cache_dtype",
         "gpu_memory_utilization",
+    ),
+    "several ranks": (
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "data_parallel_rank",
+        "enable_expert_parallel",
+        "distributed_executor_backend",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "rank_timeout",
+        "check_ranks",
     ),
 }
 """Headings of --help for the engine's many fields; the rest go under their model's own heading."""

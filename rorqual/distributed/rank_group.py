@@ -15,8 +15,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, Work
 
 
+class PeerLost(RuntimeError):
+    """Another rank did not answer, or is gone."""
+
+
 class RankGroup:
-    """Some ranks, of which this is one. Every call is made by all of them, in the same order."""
+    """Some ranks, of which this is one. Every call is made by all of them, in the same order.
+
+    Calls raise PeerLost where another rank is gone, or does not take part in time.
+    """
 
     def __init__(
         self,
@@ -57,7 +64,7 @@ class RankGroup:
         """
         x = x.contiguous()
         if self.size == 2:
-            self._group.allreduce([x]).wait()
+            _wait(self._group.allreduce([x]))
             return x
         parts = self.gather(x)
         total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
@@ -69,7 +76,7 @@ class RankGroup:
         """x of every rank, stacked: [size, *x.shape]."""
         x = x.contiguous()
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        self._group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        _wait(self._group._allgather_base(parts.view(-1), x.view(-1)))
         return parts
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,14 +94,14 @@ class RankGroup:
         x = x.contiguous()
         rows = len(x) if received is None else sum(received)
         out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        self._group.alltoall_base(out, x, list(received or ()), list(sent or ())).wait()
+        _wait(self._group.alltoall_base(out, x, list(received or ()), list(sent or ())))
         return out
 
     def broadcast(self, x: torch.Tensor, *, root: int = 0) -> torch.Tensor:
         """x of the root, in x's place on the others."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._group.broadcast([x], options).wait()
+        _wait(self._group.broadcast([x], options))
         return x
 
     def send(self, x: torch.Tensor, to: int) -> Work:
@@ -107,6 +114,17 @@ class RankGroup:
         work: Work = self._group.recv([x], source, 0)
         return work
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long one waits for another from now on."""
+        self._group._set_default_timeout(timeout)
+
     def close(self) -> None:
         """Let go of the others; calls that wait for them end with an error."""
         self._group.abort()
+
+
+def _wait(work: Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(str(error).split("\n", 1)[0]) from error

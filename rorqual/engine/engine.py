@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.cache.sizing import bytes_per_sequence, bytes_per_token
 from rorqual.config import EngineConfig
+from rorqual.distributed.world import RankFailure, World, start_world
 from rorqual.engine.answer import Answer, AnswerRows
 from rorqual.engine.batch_builder import Unread, build_batch, input_ids_of
 from rorqual.engine.decode_rows import DecodeRows, num_leading_rows
@@ -47,22 +51,55 @@ class _Request:
 
 
 class Engine:
-    """One model, its cache, and the requests that share them. Not thread-safe: one caller at a time."""
+    """One model, its cache, and the requests that share them. Not thread-safe: one caller at a time.
 
-    def __init__(self, config: EngineConfig, files: ModelFiles | None = None, *, progress: bool = False) -> None:
-        """Load the model. `files` is what `open_model` made of the config; by default it is asked now."""
+    Of several ranks each has an engine, and all of them the same requests: the first one's calls are told to the
+    others, which repeat them (`follow`). So every rank schedules, samples and keeps its books alike, and only
+    activations are exchanged in a step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        files: ModelFiles | None = None,
+        *,
+        progress: bool = False,
+        world: World | None = None,
+    ) -> None:
+        """Load the model. `files` is what `open_model` made of the config; by default it is asked now. `world` is this
+        rank's place; by default it is the first, and the others are started.
+
+        Raises RankFailure where another rank fails meanwhile.
+        """
         files = files or open_model(config)
         self.config = config
+        self._world = world or start_world(config)
+        try:
+            self._load(files, progress=progress)
+        except ValueError:  # every rank meets it, and the first one tells
+            self._world.abandon()
+            raise
+        except Exception as error:
+            if self._world.mesh.world_size == 1:
+                raise
+            raise self._world.explain(error) from error
+        except BaseException:
+            self._world.abandon()
+            raise
+        self._world.started()
+
+    def _load(self, files: ModelFiles, *, progress: bool) -> None:
+        config = self.config
         self.stats = StepStats()
         self.start_seconds = files.seconds
         """Start-up time by stage."""
         # The pool of torch's threads belongs to the process; every engine in it wants the same number.
-        if torch.get_num_threads() != (threads := config.threads or usable_cores()):
+        if torch.get_num_threads() != (threads := config.threads or max(1, usable_cores() // self._world.local_size)):
             torch.set_num_threads(threads)
         keep_freed_memory()
         self.path, self.tokenizer, checkpoint = files.path, files.tokenizer, files.checkpoint
         with timed(self.start_seconds, "weights"):
-            self._runner = ModelRunner(config, checkpoint, progress=progress)
+            self._runner = ModelRunner(config, checkpoint, progress=progress, world=self._world)
         with timed(self.start_seconds, "warm-up"):
             self.kernels = self._runner.warm_up()
             """Op -> backend that this model's calls get."""
@@ -96,6 +133,70 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
         self._next_id = 0
+        self._num_started = 0
+
+    # ---- ranks -------------------------------------------------------------------------------------------------
+
+    def _tell(self, name: str, *args: Any) -> None:
+        """Have the other ranks repeat a call before their next step."""
+        if (control := self._world.control) is not None and control.leads:
+            control.put(name, *args)
+
+    def follow(self) -> None:
+        """Repeat the first rank's calls until it closes. Raises RankFailure where another rank is lost."""
+        control = self._world.control
+        assert control is not None
+        assert not control.leads
+        while True:
+            for name, args in ((command.name, command.args) for command in control.receive()):
+                if name == "close":
+                    return
+                if name == "step":
+                    self.step()
+                elif name == "add_request":
+                    ids, params, options = args
+                    self.add_request(ids, SamplingParams(**params), **options)
+                elif name == "abort":
+                    self.abort(*args)
+                else:
+                    assert name == "reset_prefix_cache", name
+                    self.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raise RankFailure if another rank has failed since; nothing can be computed any more."""
+        self._world.check()
+
+    def when_rank_fails(self, callback: Callable[[], None]) -> None:
+        """Have this called, in another thread, when a rank fails; `check` says how."""
+        self._world.on_failure = callback
+
+    def close(self) -> None:
+        """End the other ranks. More calls do nothing."""
+        control = self._world.control
+        if control is not None and control.leads and self._world.failure is None:
+            with suppress(RuntimeError):  # one that is gone need not be told
+                self._tell("close")
+                control.send()
+        self._world.close()
+
+    def _prompt_limit(self) -> int | None:
+        """As `Pacing` says; of several ranks, whose clocks differ, the first one's."""
+        limit = self._pacing.prompt_limit(self.scheduler.num_prompts)
+        return limit if self._world.control is None else self._world.control.first_says(limit)
+
+    def _compare(self, seqs: SequenceOf[Sequence], stops: Iterable[int]) -> None:
+        """With `check_ranks`, raise RankFailure unless all ranks are about to compute the same."""
+        if self._world.control is None or not self.config.check_ranks:
+            return
+        self._num_started += 1
+        what = [(seq.seq_id, int(stop), seq.token_ids[-1]) for seq, stop in zip(seqs, stops, strict=True)]
+        said = self._world.control.all_say(zlib.crc32(repr((self._num_started, what)).encode()))
+        others = [rank for rank, number in zip(self._world.mesh.tp_ranks, said, strict=True) if number != said[0]]
+        if others:
+            raise RankFailure(
+                f"step {self._num_started}: rank {', '.join(map(str, others))} is about to compute something else than "
+                f"rank {self._world.mesh.tp_ranks[0]}, which has {what[:8]}"
+            )
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -177,15 +278,23 @@ class Engine:
             self._answer_of[seq] = (request, answers[i])
         self._requests[request_id] = request
         self._next_id += params.n
+        given = params.model_dump(exclude_unset=True, mode="json") | {"seed": seed}
+        self._tell("add_request", ids, given, {"cache_salt": cache_salt, "streamed": streamed})
         return request_id
 
     def abort(self, request_id: str) -> None:
         """End a request's running answers with finish_reason "abort". Unknown or finished ids do nothing."""
         if (request := self._requests.get(request_id)) is not None:
+            self._tell("abort", request_id)
             for answer in request.answers:
                 if not answer.finished:
                     answer.end("abort")
                     self._retire(request, answer)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._tell("reset_prefix_cache")
+        self.cache.forget_prefixes()
 
     @property
     def has_work(self) -> bool:
@@ -237,7 +346,21 @@ class Engine:
 
         With `async_scheduling` the device works on a step while the one before is read: a call that only starts one
         returns [] too, and an answer's end is found when its next token is computed already, which is dropped.
+
+        Raises RankFailure where another rank is lost; nothing can be computed any more then.
         """
+        if (control := self._world.control) is None:
+            return self._step()
+        self._world.check()
+        try:
+            if control.leads:
+                control.put("step")
+                control.send()
+            return self._step()
+        except Exception as error:
+            raise self._world.explain(error) from error
+
+    def _step(self) -> list[StreamDelta]:
         start = time.perf_counter()
         flight = self._flight
         if flight is None:
@@ -278,7 +401,7 @@ class Engine:
     def _fly_first(self) -> Flight | None:
         """Start a step when none is in flight."""
         with self.stats.stage("schedule"):
-            chunks = self.scheduler.schedule(self._pacing.prompt_limit(self.scheduler.num_prompts))
+            chunks = self.scheduler.schedule(self._prompt_limit())
         return self._take_off(chunks) if chunks else None
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
@@ -300,7 +423,7 @@ class Engine:
         with self.stats.stage("schedule"):
             self.scheduler.depart(chunk for chunk in flight.chunks if chunk.seq in self._answer_of)
             flight.has_departed = True
-            chunks = self.scheduler.schedule(self._pacing.prompt_limit(self.scheduler.num_prompts))
+            chunks = self.scheduler.schedule(self._prompt_limit())
         return self._take_off(chunks, flight.unread) if chunks else None
 
     def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight:
@@ -313,6 +436,7 @@ class Engine:
         if rows is not None and answers is not None and num_decodes == len(chunks):
             ids = input_ids_of(chunks, unread, self.resolved.device) if unread is not None else None
             return self._decode(rows, answers, ids)
+        self._compare([chunk.seq for chunk in chunks], (chunk.stop for chunk in chunks))
         for chunk in chunks[num_decodes:]:
             self._count_prompt(chunk)
         wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
@@ -331,6 +455,7 @@ class Engine:
 
     def _decode(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> Flight:
         """Tell the device of a step that only decodes. input_ids: where the host does not know them yet."""
+        self._compare(rows.seqs, rows.stops)
         self._pacing.start(0)
         with self.stats.stage("build"):
             draws = self._sampler.plain_draws(rows.sampler_slots, rows.stops) if self._runner.draws else None
@@ -516,12 +641,14 @@ class Engine:
         random = " of random values" if self.config.load_format == "dummy" else ""
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
         memory = self._runner.memory_summary()
+        ranks = self._world.describe()
         fixed = bytes_per_sequence(r.groups, block_size=r.block_size)
         each = f"{bytes_per_token(r.groups):,.6g} bytes per token" + (f" and {fixed:,} per sequence" if fixed else "")
         return "\n".join(
             (
                 f"model    {self.config.model} ({self.path})",
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
+                *([] if ranks is None else [f"ranks    {ranks}"]),
                 f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
                 f"weights  {r.weight_bytes / gib:.2f} GiB{random}, {' and '.join(r.weight_formats)}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {blocks} blocks of {r.block_size} tokens "

@@ -222,9 +222,10 @@ class CacheBudget(NamedTuple):
     """The flags to lower, for less of everything else."""
 
 
-def cpu_budget(weight_bytes: int) -> CacheBudget:
-    """Half of what is free beside the weights, which are not loaded yet, and no more than 4 GiB."""
-    free = available_memory()
+def cpu_budget(weight_bytes: int, *, num_ranks: int = 1) -> CacheBudget:
+    """Half of what is free beside the weights, which are not loaded yet, and no more than 4 GiB; of ranks that share
+    the memory, each has its part."""
+    free = available_memory() // num_ranks
     prepared = weight_bytes + weight_bytes // 10  # laying out the largest weights again takes some room beside them
     return CacheBudget(
         num_bytes=min(_AUTO_KV_BYTES_CPU, (free - prepared) // 2),

@@ -17,6 +17,7 @@ from rorqual.batch import Batch, CacheView
 from rorqual.cache.spec import KVSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
+from rorqual.distributed.world import World
 from rorqual.engine.cuda_graphs import Decoded, DecodeGraphs, graph_sizes
 from rorqual.engine.decode_buffer import DecodeBuffer
 from rorqual.engine.memory import (
@@ -68,14 +69,23 @@ class ModelRunner:
 
     @torch.inference_mode(mode=False)  # whose tensors the threads that load could not write to
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool, memory: DeviceMemory | None = None
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        *,
+        progress: bool,
+        memory: DeviceMemory | None = None,
+        world: World | None = None,
     ) -> None:
-        """Load the model. On a GPU its cache comes with `warm_up`; `memory` is where that reads what is free."""
+        """Load the model. On a GPU its cache comes with `warm_up`; `memory` is where that reads what is free, and
+        `world` this rank's place."""
         hf_config = {**checkpoint.config, **config.hf_overrides}
-        self.resolved = resolved = resolve(config, hf_config, checkpoint.integer_formats)
+        self._world = world or World()
+        self.resolved = resolved = resolve(config, hf_config, checkpoint.integer_formats, mesh=self._world.mesh)
         self._config, self._progress = config, progress
         self._on_gpu = on_gpu = resolved.device.type == "cuda"
-        self._uses_graphs = on_gpu and not config.enforce_eager
+        tp = self._world.mesh.tp  # sums over the host cannot be recorded
+        self._uses_graphs = on_gpu and not config.enforce_eager and (tp is None or tp.backend == "nccl")
         self._graphs: DecodeGraphs | None = None
         self._prompt_sizes: list[int] = []
         self._prompt_graphs: PromptGraphs | None = None
@@ -85,7 +95,7 @@ class ModelRunner:
         self._plan: MemoryPlan | None = None
         load_backends(*_BACKENDS[resolved.device.type])
         if self._memory is None:
-            self._size_cache(cpu_budget(resolved.weight_bytes))
+            self._size_cache(cpu_budget(resolved.weight_bytes, num_ranks=self._world.local_size))
         else:
             self._readings.append(self._memory.read())
             check_weights_fit(self._readings[0], resolved.weight_bytes, config.gpu_memory_utilization)
@@ -110,6 +120,9 @@ class ModelRunner:
             self._config, resolved.groups, budget, resolved.max_num_seqs, resolved.max_num_batched_tokens
         )
         num_blocks, max_model_len = sizing.size(resolved.max_model_len)
+        if self._world.control is not None:  # the same blocks on every rank, or their numbers would part
+            *least, max_model_len = self._world.control.least([*num_blocks, max_model_len])
+            num_blocks = tuple(least)
         self.resolved = dataclasses.replace(resolved, num_blocks=num_blocks, max_model_len=max_model_len)
 
     def _allocate_cache(self, num_blocks: Sequence[int]) -> KVStorage:
@@ -264,7 +277,10 @@ class ModelRunner:
                 launched = time.perf_counter() - start
                 torch.cuda.synchronize(self.resolved.device)
                 done = time.perf_counter() - start
-            if done > _FAR_LONGER * launched:
+            hidden: int | None = int(done > _FAR_LONGER * launched)
+            if self._world.control is not None:  # what one rank records, all must
+                hidden = self._world.control.first_says(hidden)
+            if hidden:
                 break
         return found
 

@@ -55,12 +55,14 @@ class ResolvedConfig:
     num_parameters: int
     """Values that loading fills."""
     weight_bytes: int
-    """Memory of all weights once they are laid out."""
+    """Memory of this rank's weights once they are laid out."""
+    mesh: Mesh
+    """This rank's place."""
 
     def placement(self, device: torch.device, max_model_len: int) -> Placement:
         """How to build the model there."""
         return Placement(
-            Mesh.single(),
+            self.mesh,
             self.dtype,
             device,
             self.kv_cache_dtype,
@@ -92,9 +94,13 @@ class ResolvedConfig:
 
 
 def resolve(
-    config: EngineConfig, hf_config: Mapping[str, Any], stored: Mapping[str, IntegerFormat] | None = None
+    config: EngineConfig,
+    hf_config: Mapping[str, Any],
+    stored: Mapping[str, IntegerFormat] | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> ResolvedConfig:
-    """Answer every "auto" but the cache's size. `stored` is a checkpoint's `integer_formats`.
+    """Answer every "auto" but the cache's size. `stored` is a checkpoint's `integer_formats`, `mesh` this rank's place.
 
     Raises ValueError for what does not go together.
     """
@@ -116,8 +122,9 @@ def resolve(
     index_format: Literal["plain", "fp8", "fp4"] = (
         "plain" if config.index_cache_dtype == "auto" else config.index_cache_dtype
     )
+    mesh = mesh or Mesh.single()
     place = Placement(
-        Mesh.single(),
+        mesh,
         dtype,
         torch.device("meta"),
         kv_dtype,
@@ -157,6 +164,7 @@ def resolve(
         num_blocks=(),
         num_parameters=sum(math.prod(shape) for shape in loaded),
         weight_bytes=weight_bytes,
+        mesh=mesh,
     )
 
 

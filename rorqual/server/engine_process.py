@@ -181,6 +181,7 @@ class EngineLoop:
         os.set_blocking(self._wake, False)
         self._ended: list[tuple[_Request, RequestOutput]] = []
         """What `on_finish` has told since the last report."""
+        engine.when_rank_fails(self._wake_up)
         self._stats_sent_s = time.monotonic()
         self._tokens_per_step: list[int] = []
         self._num_steps = self._num_tokens = 0
@@ -188,10 +189,11 @@ class EngineLoop:
     def run(self, messages: list[ToEngine]) -> None:
         """Act on these messages and all that follow, until `Shutdown`.
 
-        Raises Disconnected, MalformedFrame, and whatever a step raises.
+        Raises RankFailure when another rank fails, Disconnected, MalformedFrame, and whatever a step raises.
         """
         channel = self._channel
         while True:
+            self._engine.check()
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
@@ -234,7 +236,7 @@ class EngineLoop:
             case Ping():
                 self._channel.put(Pong(message.number))
             case ResetPrefixCache():
-                self._engine.cache.forget_prefixes()
+                self._engine.reset_prefix_cache()
             case _:
                 raise MalformedFrame(f"the server sent {type(message).__name__} to an engine that runs")
 
@@ -253,7 +255,7 @@ class EngineLoop:
             self._compiling[message.request_id] = _Compiling(message, params, grammar)
             grammar.add_done_callback(self._wake_up)
 
-    def _wake_up(self, _grammar: Future[Grammar]) -> None:
+    def _wake_up(self, _grammar: Future[Grammar] | None = None) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it will wake in any case
             os.write(self._waker, b"g")
 
@@ -480,7 +482,10 @@ def _serve(channel: Channel, load: Callable[[dict[str, Any]], Engine]) -> str | 
             return str(error)
         gc.freeze()  # what is there now stays until the end, so no collection need look at it again
         channel.put(Ready(engine_info(engine)))
-        EngineLoop(engine, channel).run(later)
+        try:
+            EngineLoop(engine, channel).run(later)
+        finally:
+            engine.close()
     except Disconnected:
         raise
     except MalformedFrame as error:
