@@ -107,7 +107,7 @@ def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """The gated feed-forward weights of every expert."""
+    """The gated feed-forward weights of every expert, or of those that are here."""
 
     gate_up: tuple[Weight, ...]
     """[2 * intermediate_size, hidden_size] each: plain, quantised, or as `prepare_weight` made them."""
@@ -117,6 +117,9 @@ class ExpertWeights:
     """What the input of each product is quantised to beside quantised weights, as in `linear`."""
     swiglu_limit: float | None = None
     """The limit of `silu_and_mul`."""
+    num_everywhere: int | None = None
+    """How many experts there are where these are some of them: choices that are no numbers of these are another's, and
+    add nothing here. None: these are all."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What kernels made of the above, by backend."""
 
@@ -156,13 +159,17 @@ def fused_experts(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> 
     """sum over a token's experts e of weight_e * down_e(silu_and_mul(gate_up_e(x))).
 
     x [num_tokens, hidden_size] -> the same shape. The sum is float32, in the order of the token's expert_ids, and
-    rounded once, so that it does not depend on other tokens. Only experts that some token chose are computed.
+    rounded once, so that it does not depend on other tokens. Only experts that some token chose are computed. Where
+    other experts are elsewhere (`num_everywhere`), the sum is that of the choices that are here, without one it is 0.
     """
     num_tokens, top_k = routing.expert_ids.shape
-    order = routing.expert_ids.flatten().argsort(stable=True)
+    chosen, answers = routing.expert_ids.flatten(), x.new_empty(num_tokens * top_k, x.shape[1])
+    if experts.num_everywhere is not None:
+        here = (chosen >= 0) & (chosen < len(experts.gate_up))
+        chosen, answers = torch.where(here, chosen, len(experts.gate_up)), torch.zeros_like(answers)
+    order = chosen.argsort(stable=True)
     tokens = order // top_k
-    counts = routing.expert_ids.flatten().bincount(minlength=len(experts.gate_up)).tolist()
-    answers = x.new_empty(num_tokens * top_k, x.shape[1])
+    counts = chosen.bincount(minlength=len(experts.gate_up)).tolist()[: len(experts.gate_up)]
     start = 0
     for gate_up, down, count in zip(experts.gate_up, experts.down, counts, strict=True):
         if count:

@@ -203,6 +203,31 @@ def test_an_expert_that_is_not_there_is_an_error(wrong):
         fused_experts(inputs(4), weights("bfloat16"), chosen)
 
 
+@ISAS
+@KINDS
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 40])
+def test_choices_that_are_elsewhere_are_skipped(isa, kind, num_tokens):
+    """As if they had no weight; experts 2, 3 and 4 are here, whose numbers begin with 0."""
+    with using(isa):
+        x, experts, chosen = inputs(num_tokens), weights(kind), routing(num_tokens)
+        here = (chosen.expert_ids >= 2) & (chosen.expert_ids < 5)
+        want = fused_experts(x, experts, Routing(chosen.expert_ids, chosen.weights * here))
+        some = ExpertWeights(experts.gate_up[2:5], experts.down[2:5], num_everywhere=NUM_EXPERTS)
+        shifted = Routing(chosen.expert_ids - 2, chosen.weights)
+        assert_native(x, some, shifted)
+        for run in (fused_experts, fused_experts.reference):
+            assert torch.equal(run(x, some, shifted), want)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "q8_0"])
+def test_no_choice_is_here(kind):
+    experts = weights(kind, 2)
+    some, chosen = ExpertWeights(experts.gate_up, experts.down, num_everywhere=9), routing(1100)
+    chosen = Routing(torch.where(chosen.expert_ids < 4, chosen.expert_ids - 1000, 2), chosen.weights)
+    for run in (fused_experts, fused_experts.reference):
+        assert not run(inputs(1100), some, chosen).any()
+
+
 def test_what_the_kernel_does_not_take():
     x, experts, chosen = inputs(4), weights("bfloat16"), routing(4)
 

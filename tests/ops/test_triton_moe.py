@@ -40,6 +40,15 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(moe, "_PROGRAMS", 1)
 
 
+@pytest.fixture
+def spoilt_memory():
+    """Memory that was not written is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 def filled(count: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     made = allocate_experts(count, rows, columns, dtype=dtype, device=DEVICE)
     for number, weight in enumerate(made):
@@ -182,6 +191,18 @@ def test_triton_an_id_that_is_no_experts_spoils_its_own_token_only():
         others = [i for i in range(7) if i != 5]
         assert torch.equal(got[others], want[others])
         run(x[5:6], weights, Routing(*(part[5:6] for part in chosen)))  # reads no memory that is not there
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+def test_triton_choices_that_are_elsewhere_are_skipped(num_tokens, spoilt_memory):
+    """As if they had no weight; experts 1, 2 and 3 are here, whose numbers begin with 0."""
+    x, weights, chosen = inputs(num_tokens), experts(), routing(num_tokens)
+    here = (chosen.expert_ids >= 1) & (chosen.expert_ids < 4)
+    want = run(x, weights, Routing(chosen.expert_ids, chosen.weights * here))
+    some = ExpertWeights(weights.gate_up[1:4], weights.down[1:4], num_everywhere=NUM_EXPERTS)
+    assert torch.equal(run(x, some, Routing(chosen.expert_ids - 1, chosen.weights)), want)
+    nobody = Routing(torch.where(here, -1, 1 << 20), chosen.weights)
+    assert not run(x, some, nobody).any()
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter records nothing")

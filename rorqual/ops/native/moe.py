@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ class _Experts(ctypes.Structure):
         *((name, c_void_p) for name in ("gate_up", "down")),
         *((name, c_int64) for name in ("num_experts", "hidden_size", "inner_size", "gate_up_inputs", "down_inputs")),
         ("limit", c_float),
+        ("some", c_int),
     )
 
 
@@ -90,6 +91,7 @@ def _plan_experts(experts: ExpertWeights) -> _Plan:
         gate_up_inputs=_inputs(experts.gate_up),
         down_inputs=_inputs(experts.down),
         limit=limit_in_bfloat16(experts.swiglu_limit),
+        some=experts.num_everywhere is not None,
     )
     return _Plan(None, operands[0].in_features, ctypes.addressof(structure), (structure, table))
 

@@ -345,9 +345,23 @@ def experts_kernel(
 
 
 @triton.jit
-def combine_kernel(answers, weights, out, size, weight_row, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    answers,
+    weights,
+    expert_ids,
+    out,
+    size,
+    weight_row,
+    num_experts,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
     """out [num_tokens, size]: a token's answers [num_tokens * TOP_K, size] times their weights, added up in float32 in
-    the order of its choices, and rounded once."""
+    the order of its choices, and rounded once.
+
+    SOME: answers of choices that are none of the experts are not read and add nothing; else ids are not read.
+    """
     wait_for_earlier_kernels()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -358,5 +372,9 @@ def combine_kernel(answers, weights, out, size, weight_row, TOP_K: tl.constexpr,
             choice = first + i
             weight = tl.load(weights + token * weight_row + choice, mask=choice < TOP_K, other=0.0).to(tl.float32)
             at = answers + (token * TOP_K + choice) * size + column
-            total += tl.load(at, mask=here & (choice < TOP_K), other=0.0).to(tl.float32) * weight
+            there = here & (choice < TOP_K)
+            if SOME:
+                expert = tl.load(expert_ids + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
+                there &= (expert >= 0) & (expert < num_experts)
+            total += tl.load(at, mask=there, other=0.0).to(tl.float32) * weight
     tl.store(out + token * size + column, round_to(total, out.dtype.element_ty), mask=here)

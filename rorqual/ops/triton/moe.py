@@ -341,11 +341,20 @@ def _refuse(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> str | 
 
 @fused_experts.impl("triton", refuse=_refuse)
 def fused_experts_triton(x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
-    """See the reference. What a token gets is undefined if one of its ids is no expert's; others do not notice."""
+    """See the reference. Where all experts are here, what a token gets is undefined if one of its ids is no expert's;
+    others do not notice."""
     plan = _plan_of(experts)
     assert plan.gate_up is not None
     assert plan.down is not None
-    return multiply_experts(x, plan.gate_up, plan.down, routing, activation=experts.activation, limit=plan.limit)
+    return multiply_experts(
+        x,
+        plan.gate_up,
+        plan.down,
+        routing,
+        activation=experts.activation,
+        limit=plan.limit,
+        num_everywhere=experts.num_everywhere,
+    )
 
 
 def tiles_for(stack: Stack, activation: QuantFormat | None, num_pairs: int, num_experts: int) -> ExpertTiles:
@@ -368,6 +377,7 @@ def multiply_experts(
     *,
     activation: QuantFormat | None = None,
     limit: float | None = None,
+    num_everywhere: int | None = None,
 ) -> torch.Tensor:
     """`fused_experts` of experts [num_experts, 2 * intermediate, hidden] and [num_experts, hidden, intermediate]."""
     num_tokens, top_k = routing.expert_ids.shape
@@ -375,7 +385,7 @@ def multiply_experts(
     out = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    tiles = tiles or tiles_for(gate_up, activation, num_pairs, num_experts)
+    tiles = tiles or tiles_for(gate_up, activation, num_pairs, num_everywhere or num_experts)
     assert tiles.gate_up.block_m == tiles.down.block_m, "both products read one order"
     x = x if x.stride(1) == 1 else x.contiguous()
     expert_ids = routing.expert_ids.contiguous()
@@ -396,11 +406,14 @@ def multiply_experts(
     _moe_kernels.combine_kernel[num_tokens, -(-hidden_size // block)](
         answers,
         weights,
+        expert_ids,
         out,
         hidden_size,
         weights.stride(0),
+        num_experts,
         TOP_K=top_k,
         BLOCK=block,
+        SOME=num_everywhere is not None,
         num_warps=2,
         launch_pdl=DEPENDENT_LAUNCH,
     )

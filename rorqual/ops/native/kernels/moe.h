@@ -71,6 +71,7 @@ typedef struct {
     int64_t num_experts, hidden_size, inner_size;
     int64_t gate_up_inputs, down_inputs;
     float limit;  // of silu_and_mul; perhaps infinity
+    int some;     // whether others are elsewhere: choices of numbers that are not here are skipped
 } experts_t;
 
 typedef struct {
@@ -91,10 +92,10 @@ typedef struct {
     input_t tokens_input, gathered, activated;
     bf16 *rows;               // [tokens * top_k][hidden_size]: inputs, and then answers
     bf16 *gate_up;            // [tokens * top_k][2 * inner_size]
-    int32_t *source, *place;  // the choice that each row is of, and the row of each choice
+    int32_t *source, *place;  // the choice that each row is of, and the row of each choice; -1 where it is skipped
     int32_t *starts;          // [num_experts + 1]
     expert_rows_t *runs;      // of the experts that some token chose
-    int64_t num_runs;
+    int64_t num_runs, num_rows;
     int parts;
     experts_phases_t *phases;
 } experts_run_t;
@@ -111,19 +112,25 @@ INLINE input_t some_rows(const input_t *in, int64_t features, int64_t first, int
     return some;
 }
 
+INLINE int is_here(const experts_t *experts, int64_t id) { return id >= 0 && id < experts->num_experts; }
+
 // Sorts the tokens' choices by expert. One thread does it: `a` is written.
 static void sort_choices(experts_run_t *a) {
     const int64_t choices = a->tokens * a->top_k, num_experts = a->experts->num_experts;
     int32_t *starts = a->starts;
     __builtin_memset(starts, 0, (size_t)(num_experts + 1) * sizeof *starts);
-    for (int64_t i = 0; i < choices; i++) starts[a->expert_ids[i] + 1]++;
+    for (int64_t i = 0; i < choices; i++)
+        if (is_here(a->experts, a->expert_ids[i])) starts[a->expert_ids[i] + 1]++;
     a->num_runs = 0;
     for (int64_t e = 0; e < num_experts; e++) {
         const int64_t rows = starts[e + 1];
         if (rows) a->runs[a->num_runs++] = (expert_rows_t){e, starts[e], rows};
         starts[e + 1] += starts[e];
     }
+    a->num_rows = a->activated.rows = starts[num_experts];
     for (int64_t i = 0; i < choices; i++) {
+        a->place[i] = -1;
+        if (!is_here(a->experts, a->expert_ids[i])) continue;
         const int32_t row = starts[a->expert_ids[i]]++;
         a->source[row] = (int32_t)i;
         a->place[i] = row;
@@ -151,7 +158,7 @@ static void gather_inputs(const experts_run_t *a, int64_t first, int64_t last) {
 static void multiply_experts(const experts_run_t *a, const operand_t *const *weights, const input_t *in, bf16 *out,
                              int64_t in_features, int64_t out_features, int64_t part) {
     const int64_t blocks = out_features / 16;
-    const int64_t all = blocks * (a->tokens * a->top_k + ROWS_PER_READ * a->num_runs);
+    const int64_t all = blocks * (a->num_rows + ROWS_PER_READ * a->num_runs);
     const int64_t from = all * part / a->parts, to = all * (part + 1) / a->parts;
     for (int64_t i = 0; i < a->num_runs; i++) {
         const expert_rows_t *run = &a->runs[i];
@@ -173,8 +180,10 @@ static void add_answers(const experts_run_t *a, int64_t part) {
     for (int64_t i = all * part / a->parts; i < all * (part + 1) / a->parts; i++) {
         const int64_t token = i / pieces, column = i % pieces * 16;
         f32x16 sum = {0};
-        for (int64_t choice = token * a->top_k; choice < (token + 1) * a->top_k; choice++)
+        for (int64_t choice = token * a->top_k; choice < (token + 1) * a->top_k; choice++) {
+            if (a->place[choice] < 0) continue;
             sum += load_bf16(a->rows + a->place[choice] * size + column) * share_of(a, choice);
+        }
         store_bf16(a->out + token * size + column, sum);
     }
 }
@@ -182,7 +191,6 @@ static void add_answers(const experts_run_t *a, int64_t part) {
 static void experts_region(const void *arg) {
     const experts_run_t *a = arg;
     const experts_t *e = a->experts;
-    const int64_t rows = a->tokens * a->top_k;
     if (a->tokens_input.q) {
         const int64_t parts = min64(a->parts, a->tokens);
         EACH_PART (&a->phases->read, parts) {
@@ -193,7 +201,7 @@ static void experts_region(const void *arg) {
         sort_choices((experts_run_t *)a);
     }
     EACH_PART (&a->phases->gather, a->parts) {
-        gather_inputs(a, rows * part / a->parts, rows * (part + 1) / a->parts);
+        gather_inputs(a, a->num_rows * part / a->parts, a->num_rows * (part + 1) / a->parts);
     }
     EACH_PART (&a->phases->gate_up, a->parts) {
         multiply_experts(a, e->gate_up, &a->gathered, a->gate_up, e->hidden_size, 2 * e->inner_size, part);
@@ -250,8 +258,8 @@ static experts_run_t take_experts(const experts_t *e, const bf16 *x, int64_t x_s
 int ISA(fused_experts)(const experts_t *experts, const bf16 *x, int64_t x_stride, const int64_t *expert_ids,
                        const void *weights, int wide_weights, int64_t tokens, int64_t top_k, bf16 *out, int threads) {
     const int64_t weight_bytes = wide_weights ? sizeof(float) : sizeof(bf16);
-    for (int64_t i = 0; i < tokens * top_k; i++)
-        if (expert_ids[i] < 0 || expert_ids[i] >= experts->num_experts) return 2;
+    for (int64_t i = 0; !experts->some && i < tokens * top_k; i++)
+        if (!is_here(experts, expert_ids[i])) return 2;
     room_t room = make_room(experts_bytes(experts, min64(tokens, MOST_TOKENS), top_k));
     if (room.at == NULL) return 1;
     for (int64_t first = 0; first < tokens; first += MOST_TOKENS) {
