@@ -55,7 +55,13 @@ def create_app(engine: EngineClient, settings: ServerSettings, tokenizer: Tokeni
         app.include_router(health.reset_router)
     app.include_router(metrics.router(), responses=errors.DECLARED)
     app.include_router(page.router())
-    app.add_middleware(Gateway, state=state)
+    app.add_middleware(
+        Gateway,
+        state=state,
+        settings=settings,
+        keys=settings.api_key,
+        request_ids=settings.enable_request_id_headers,
+    )
     if settings.allowed_origins:  # outside, so that pages can read errors too
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]

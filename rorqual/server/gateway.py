@@ -6,13 +6,15 @@ import asyncio
 import hmac
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.server.connection import ClientGone
 from rorqual.server.errors import APIError
-from rorqual.server.serving import Serving
+from rorqual.server.listener import Drainable
+from rorqual.server.settings import ListenerSettings
 
 WATCHING = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
 """Paths that watch the server: they need no key, and are answered while it drains."""
@@ -23,11 +25,27 @@ _DISCARDED = 4
 
 
 class Gateway:
-    """The middleware. A request's body reaches the app in one piece."""
+    """The middleware. A request's body reaches the app in one piece.
 
-    def __init__(self, app: ASGIApp, state: Serving) -> None:
-        self._app, self._state = app, state
-        self._keys = [key.encode() for key in state.settings.api_key]
+    Args:
+        app: what is behind it.
+        state: whether requests are taken, and where they are counted.
+        settings: the limits.
+        keys: one of which each request needs; with none, what a request has is the app's to judge.
+        request_ids: whether answers carry X-Request-Id.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: Drainable,
+        settings: ListenerSettings,
+        *,
+        keys: Sequence[str] = (),
+        request_ids: bool = False,
+    ) -> None:
+        self._app, self._state, self._settings, self._request_ids = app, state, settings, request_ids
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or hand on, one request."""
@@ -35,7 +53,7 @@ class Gateway:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._state.settings.enable_request_id_headers:
+        if self._request_ids:
             send = _with_request_id(headers, send)
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         if path in WATCHING:
@@ -72,7 +90,7 @@ class Gateway:
             )
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self._state.settings.max_body_size
+        limit = self._settings.max_body_size
         too_large = APIError(413, f"the body must have at most {limit} bytes: send less", code="body_too_large")
         said = headers.get("content-length", "")
         if said.isdigit() and int(said) > _DISCARDED * limit:
@@ -80,7 +98,7 @@ class Gateway:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._state.settings.body_timeout):
+            async with asyncio.timeout(self._settings.body_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -97,7 +115,7 @@ class Gateway:
         except TimeoutError:
             raise APIError(
                 408,
-                f"the body did not come within {self._state.settings.body_timeout:g} s",
+                f"the body did not come within {self._settings.body_timeout:g} s",
                 code="timeout",
                 headers={"Connection": "close"},
             ) from None

@@ -14,6 +14,8 @@ import h11
 
 Header = tuple[bytes, bytes]
 
+REFUSED = "connection refused"
+"""The kind of `NoConnection` where nobody listens."""
 _READ_SIZE = 1 << 16
 
 
@@ -170,7 +172,7 @@ class HttpClient:
             async with asyncio.timeout(self._connect_s):
                 reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except ConnectionRefusedError:
-            raise NoConnection("connection refused", f"nothing listens on {where}") from None
+            raise NoConnection(REFUSED, f"nothing listens on {where}") from None
         except TimeoutError:
             raise NoConnection("no connection", f"cannot connect to {where} within {self._connect_s} s") from None
         except OSError as error:

@@ -10,14 +10,14 @@ import socket
 import ssl
 import time
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rorqual.server.errors import bad_value
-from rorqual.server.serving import Serving
-from rorqual.server.settings import ServerSettings
+from rorqual.server.settings import ListenerSettings
 
 log = logging.getLogger("rorqual.server")
 
@@ -25,7 +25,7 @@ SECONDS_TO_SAY_SO = 2
 """What answers get, once their time to drain is over, to tell their clients."""
 
 
-def bind(settings: ServerSettings) -> socket.socket:
+def bind(settings: ListenerSettings) -> socket.socket:
     """A listening socket. Raises ValueError if the address cannot be had."""
     if settings.uds is not None:
         return _bind_uds(settings.uds)
@@ -68,13 +68,26 @@ def _bind_uds(path: str) -> socket.socket:
     return sock
 
 
-def address_of(sock: socket.socket, settings: ServerSettings) -> str:
+def address_of(sock: socket.socket, settings: ListenerSettings) -> str:
     """The socket's URL."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     host, port = sock.getsockname()[:2]
     scheme = "http" if settings.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class Drainable(Protocol):
+    """What an app tells of its requests, as `app.state.serving`."""
+
+    draining: bool
+    """Whether no new requests are taken."""
+    num_http_requests: int
+    """Requests to other paths than those that watch the server, until the last byte of their answers."""
+
+    def abort_all(self) -> None:
+        """End all requests; their clients are told."""
+        ...
 
 
 class ImpatientProtocol(H11Protocol):
@@ -127,9 +140,10 @@ class ImpatientProtocol(H11Protocol):
 class HTTPServer(uvicorn.Server):
     """uvicorn, which drains when it is told to end."""
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    def __init__(self, app: FastAPI, settings: ListenerSettings) -> None:
         """Raises ValueError for TLS files that cannot be used."""
-        self._state: Serving = app.state.serving
+        self._state: Drainable = app.state.serving
+        self._drain_timeout = settings.drain_timeout
         self._drain_until: float | None = None
         protocol = type("Protocol", (ImpatientProtocol,), {"headers_timeout_s": settings.body_timeout})
         config = uvicorn.Config(
@@ -156,7 +170,7 @@ class HTTPServer(uvicorn.Server):
     def drain(self) -> None:
         """Take no more requests, and end when those that run have ended, or their time is over."""
         self._state.draining = True
-        self._drain_until = time.monotonic() + self._state.settings.drain_timeout
+        self._drain_until = time.monotonic() + self._drain_timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM or SIGINT has come."""

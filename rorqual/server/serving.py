@@ -53,9 +53,7 @@ class Serving:
         self.started = int(time.time())
         """Seconds since 1970."""
         self.draining = False
-        """Whether no new requests are taken."""
         self.num_http_requests = 0
-        """Requests to other paths than those that watch the server, until the last byte of their answers."""
         self.num_answers = 0
         """Answers that wait or run."""
         self._running: set[Generation] = set()
