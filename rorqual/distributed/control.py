@@ -73,7 +73,7 @@ class ControlGroup:
         found: list[int] = self._group.gather(torch.tensor(list(numbers), dtype=torch.int64)).amin(0).tolist()
         return found
 
-    def all_say(self, number: int) -> list[int]:
-        """Every rank's number."""
-        found: list[int] = self._group.gather(torch.tensor([number], dtype=torch.int64)).flatten().tolist()
+    def all_say(self, *numbers: int) -> list[list[int]]:
+        """Every rank's numbers."""
+        found: list[list[int]] = self._group.gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
         return found

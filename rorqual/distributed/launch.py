@@ -24,8 +24,9 @@ class Seat(msgspec.Struct, frozen=True):
 
     rank: int
     local_rank: int
-    """Among the ranks of its host."""
+    """Among the ranks that were started together."""
     local_size: int
+    """Ranks on its host, which share cores and memory."""
     host: str
     port: int
     """Of the store that the ranks meet at."""

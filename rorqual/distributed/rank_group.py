@@ -6,6 +6,7 @@ and go, and two of them stand side by side.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ class RankGroup:
         backend: str = "gloo",
         timeout: timedelta = timedelta(seconds=300),
         device: torch.device | None = None,
+        address: str | None = None,
     ) -> None:
         """Connect, with the others that have the same store. Raises RuntimeError where one does not come in time.
 
@@ -43,6 +45,7 @@ class RankGroup:
             backend: "gloo", for tensors anywhere, or "nccl", for those on GPUs of one each.
             timeout: how long one waits for another.
             device: the GPU, for NCCL.
+            address: of this host, as the others reach it, for gloo; by default what its name stands for.
         """
         self.rank, self.size, self.backend = rank, size, backend
         self._group: Any
@@ -53,7 +56,14 @@ class RankGroup:
             if device is not None:
                 self._group.eager_connect_single_device(device)
         else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            where = {"interface": chosen} if (chosen := os.environ.get("GLOO_SOCKET_IFNAME")) else {"hostname": address}
+            if any(where.values()):
+                options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+            else:
+                options._devices = [dist.ProcessGroupGloo.create_default_device()]
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum, the same to the bit on every rank and whatever lies beside an element; x may be overwritten.

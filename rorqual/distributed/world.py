@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,12 +46,17 @@ class World:
         """Ranks on this host, which share its cores and memory."""
         self.control: ControlGroup | None = None
         """The ranks of this replica; None where this is the only one."""
+        self.replicas: ControlGroup | None = None
+        """The ranks with this one's tp_rank in all replicas that share experts; None where there is one replica."""
         self.failure: str | None = None
         """Why this engine is at its end, if it is."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when a failure is found, in another thread."""
         self._children: Children | None = None
+        self._server: Store | None = None
+        """What the ranks meet at, if this one keeps it."""
         self._store: Store | None = None
+        """For what is told of failures."""
         self._groups: list[RankGroup] = []
         self._step_groups: list[RankGroup] = []
         """Those of them in which ranks wait for each other in steps only."""
@@ -92,15 +98,17 @@ class World:
             while self.failure is None and time.monotonic() < end:
                 time.sleep(0.05)
             text = self.failure or f"rank {self.mesh.rank} has lost another: {error}"
+        elif isinstance(error, RankFailure):
+            text = str(error)
         else:
             text = f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
         self._fail(text)
         return RankFailure(self.failure or text)
 
-    def abandon(self) -> None:
-        """Let go of all at once: nothing was begun."""
-        if self._children is not None:
-            self._children.kill()
+    def abandon(self, why: str) -> None:
+        """Let go of all at once, wherever the others are."""
+        if self.mesh.world_size > 1 and self.failure is None:
+            self.failure = why
         self.close()
 
     def close(self) -> None:
@@ -121,14 +129,15 @@ class World:
 
     def _fail(self, text: str) -> None:
         """Note why all is over, tell the others, and end those that this rank has started."""
-        from rorqual.distributed.watch import told_failure
+        from rorqual.distributed.watch import tell_failure, told_failure
 
-        if self.failure is not None:
-            return
-        told = told_failure(self._store) if self._store is not None else None
-        self.failure = told if told is not None and told not in text else text
-        if told is not None and told != self.failure:
-            self.failure = f"{text}: {told}"
+        with self._closing:
+            if self.failure is not None:
+                return
+            told = None
+            if self._store is not None and (told := told_failure(self._store)) is None:
+                tell_failure(self._store, text)
+            self.failure = told or text
         _log.error("the engine ends: %s", self.failure)
         if self._children is not None:
             self._children.kill()
@@ -172,24 +181,39 @@ def is_follower(config: EngineConfig) -> bool:
 
 
 def start_world(config: EngineConfig) -> World:
-    """This process's rank, the first one, with the others of this host started. Raises RankFailure where one ends."""
+    """This process's rank, the first one of its replica, with the others of this host started.
+
+    Raises ValueError for replicas that nobody has started, and RankFailure where a rank ends meanwhile.
+    """
+    if config.data_parallel_size > 1 and config.data_parallel_rank is None:
+        raise ValueError(
+            f"data_parallel_size {config.data_parallel_size} is for `rorqual serve`, which starts replicas and shares "
+            "requests out: leave it at 1, or start an engine for each data_parallel_rank"
+        )
     if world_size(config) == 1:
         return World()
     if config.distributed_executor_backend == "torchrun":
         return join(config, seat_of_torchrun(config))
     from torch._C._distributed_c10d import TCPStore
 
-    local_size = world_size(config) // config.nnodes
+    replica = config.data_parallel_rank or 0
+    num_here = world_size(config) // config.nnodes if config.data_parallel_size == 1 else config.tensor_parallel_size
     host, port = config.master_addr or "127.0.0.1", config.master_port or 0
-    try:
-        server = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
-    except RuntimeError as error:
-        raise ValueError(
-            f"cannot listen on {host} port {port} for the other ranks ({str(error).splitlines()[0]}): give another "
-            "master_addr or master_port"
-        ) from None
-    devices, backend = _arrange(config, local_size)
-    seats = [Seat(rank, rank, local_size, host, server.port, backend) for rank in range(local_size)]
+    server = None
+    if replica == 0:
+        try:
+            server = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+        except RuntimeError as error:
+            raise ValueError(
+                f"cannot listen on {host} port {port} for the other ranks ({str(error).splitlines()[0]}): give another "
+                "master_addr or master_port"
+            ) from None
+        port = server.port
+    elif config.master_port is None:
+        raise ValueError("replicas that are not the first need master_port: where the first one listens")
+    devices, backend = _arrange(config, num_here)
+    first, sharing = replica * config.tensor_parallel_size, world_size(config) // config.nnodes
+    seats = [Seat(first + i, i, sharing, host, port, backend) for i in range(num_here)]
     children = Children()
     children.start(seats[1:], config.model_dump(exclude_unset=True, mode="json"), devices)
     return join(config, seats[0], children=children, server=server)
@@ -242,7 +266,8 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
     from rorqual.distributed.watch import Watch
 
     def store() -> Store:
-        return TCPStore(seat.host, seat.port, is_master=False, timeout=timedelta(seconds=START_S))
+        """A connection of its own: calls of one wait for each other."""
+        return PrefixStore("rorqual", TCPStore(seat.host, seat.port, timeout=timedelta(seconds=START_S)))
 
     world = World()
     mesh = Mesh.of_rank(
@@ -252,7 +277,10 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
         expert_parallel=config.enable_expert_parallel,
     )
     world.mesh, world.local_size, world._children = mesh, seat.local_size, children
-    world._store = shared = server or store()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if config.distributed_executor_backend == "torchrun" and seat.rank == 0 and not has_agent:
+        server = TCPStore(seat.host, seat.port, is_master=True, wait_for_workers=False)
+    world._server, world._store, shared = server, store(), store()
     watched = [rank for rank in range(mesh.world_size) if rank != seat.rank] if seat.rank == 0 else [0]
     world._watch = Watch(
         store(),
@@ -263,6 +291,8 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
         also=children.fault if children is not None else lambda: None,
     )
     _meet(world, shared, seat.rank)
+    with socket.create_connection((seat.host, seat.port)) as connection:
+        address = connection.getsockname()[0]
 
     def group(name: str, ranks: Sequence[int], backend: str, seconds: float) -> RankGroup:
         made = RankGroup(
@@ -271,19 +301,23 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
             len(ranks),
             backend=backend,
             timeout=timedelta(seconds=seconds),
+            address=address,
         )
         world._groups.append(made)
         return made
 
-    tp = dp = None
+    tp = dp = ep = None
     if mesh.tp_size > 1:  # which wait for requests, however long there are none
         world.control = ControlGroup(group("control", mesh.tp_ranks, "gloo", _FOR_EVER_S))
         tp = group("tp", mesh.tp_ranks, seat.backend, START_S)
         world._step_groups.append(tp)
-    if mesh.expert_parallel and mesh.dp_size > 1:
-        dp = group("dp", mesh.dp_ranks, seat.backend, START_S)
-        world._step_groups.append(dp)
-    world.mesh = mesh.connected(tp=tp, dp=dp)
+    if len(mesh.ep_ranks) > 1:
+        world.replicas = ControlGroup(group("replicas", mesh.dp_ranks, "gloo", _FOR_EVER_S))
+        dp, ep = (
+            group(name, ranks, seat.backend, START_S) for name, ranks in (("dp", mesh.dp_ranks), ("ep", mesh.ep_ranks))
+        )
+        world._step_groups += [dp, ep]
+    world.mesh = mesh.connected(tp=tp, dp=dp, ep=ep)
     return world
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from rorqual.batch import ExchangeSize
 from rorqual.cache.block_pool import BlockPool
 from rorqual.cache.manager import CacheManager, GroupPool
 from rorqual.cache.sizing import bytes_per_sequence, bytes_per_token
@@ -77,14 +78,14 @@ class Engine:
         try:
             self._load(files, progress=progress)
         except ValueError:  # every rank meets it, and the first one tells
-            self._world.abandon()
+            self._world.abandon("the engine was not loaded")
             raise
         except Exception as error:
             if self._world.mesh.world_size == 1:
                 raise
             raise self._world.explain(error) from error
         except BaseException:
-            self._world.abandon()
+            self._world.abandon("loading was interrupted")
             raise
         self._world.started()
 
@@ -134,6 +135,7 @@ class Engine:
         self._answer_of: dict[Sequence, tuple[_Request, Answer]] = {}
         self._next_id = 0
         self._num_started = 0
+        self._others_work = False
 
     # ---- ranks -------------------------------------------------------------------------------------------------
 
@@ -191,12 +193,32 @@ class Engine:
         self._num_started += 1
         what = [(seq.seq_id, int(stop), seq.token_ids[-1]) for seq, stop in zip(seqs, stops, strict=True)]
         said = self._world.control.all_say(zlib.crc32(repr((self._num_started, what)).encode()))
-        others = [rank for rank, number in zip(self._world.mesh.tp_ranks, said, strict=True) if number != said[0]]
+        others = [rank for rank, numbers in zip(self._world.mesh.tp_ranks, said, strict=True) if numbers != said[0]]
         if others:
             raise RankFailure(
                 f"step {self._num_started}: rank {', '.join(map(str, others))} is about to compute something else than "
                 f"rank {self._world.mesh.tp_ranks[0]}, which has {what[:8]}"
             )
+
+    def _agree(self, num_tokens: int, *, decodes: bool) -> ExchangeSize | None:
+        """Begin a step together with the replicas that share experts; None where there are none, or nobody has any
+        token. decodes: whether all of this replica's tokens are the next ones of sequences."""
+        if self._world.replicas is None:
+            return None
+        said = self._world.replicas.all_say(num_tokens, int(decodes))
+        most_tokens = max(tokens for tokens, _ in said)
+        self._others_work = most_tokens > 0
+        return ExchangeSize(most_tokens, fixed=all(kind for _, kind in said)) if most_tokens else None
+
+    @property
+    def steps_with_others(self) -> bool:
+        """Whether `step` is to be called even without a request, as other replicas wait for this one in theirs."""
+        return self._world.replicas is not None
+
+    @property
+    def others_work(self) -> bool:
+        """Whether any replica had a token in the last step."""
+        return self._others_work
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -359,6 +381,9 @@ class Engine:
             return self._step()
         except Exception as error:
             raise self._world.explain(error) from error
+        except BaseException:  # Ctrl-C: the other ranks are in the middle of the step, and stay there
+            self._world.abandon("a step was interrupted: make a new engine")
+            raise
 
     def _step(self) -> list[StreamDelta]:
         start = time.perf_counter()
@@ -402,7 +427,7 @@ class Engine:
         """Start a step when none is in flight."""
         with self.stats.stage("schedule"):
             chunks = self.scheduler.schedule(self._prompt_limit())
-        return self._take_off(chunks) if chunks else None
+        return self._take_off(chunks)
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
         """Start the step after one whose tokens are still on the device, if there is one."""
@@ -424,10 +449,15 @@ class Engine:
             self.scheduler.depart(chunk for chunk in flight.chunks if chunk.seq in self._answer_of)
             flight.has_departed = True
             chunks = self.scheduler.schedule(self._prompt_limit())
-        return self._take_off(chunks, flight.unread) if chunks else None
+        return self._take_off(chunks, flight.unread)
 
-    def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight:
-        """Tell the device of a step. unread: tokens of the step before, which may be among these."""
+    def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight | None:
+        """Tell the device of a step, if there is anything to compute. unread: tokens of the step before, which may be
+        among these."""
+        if not chunks:
+            if (exchange := self._agree(0, decodes=True)) is not None:
+                self._runner.run_idle(exchange)
+            return None
         # The longest contexts go first: a device that starts with them does not end up with them alone.
         num_decodes = num_leading_rows(chunks)
         chunks[:num_decodes] = sorted(chunks[:num_decodes], key=lambda chunk: -chunk.stop)
@@ -437,6 +467,7 @@ class Engine:
             ids = input_ids_of(chunks, unread, self.resolved.device) if unread is not None else None
             return self._decode(rows, answers, ids)
         self._compare([chunk.seq for chunk in chunks], (chunk.stop for chunk in chunks))
+        exchange = self._agree(sum(chunk.num_tokens for chunk in chunks), decodes=False)
         for chunk in chunks[num_decodes:]:
             self._count_prompt(chunk)
         wants_all = [self._wants_prompt_logprobs(chunk.seq) for chunk in chunks]
@@ -444,6 +475,7 @@ class Engine:
             batch, wanted = build_batch(
                 chunks, wants_all, paging=self.resolved.paging, device=self.resolved.device, unread=unread
             )
+            batch = replace(batch, exchange=exchange) if exchange is not None else batch
         num_prompt_tokens = batch.num_tokens - batch.num_single_token_seqs
         self._pacing.start(num_prompt_tokens)
         with self.stats.stage("forward"):
@@ -456,10 +488,12 @@ class Engine:
     def _decode(self, rows: DecodeRows, answers: AnswerRows, input_ids: torch.Tensor | None = None) -> Flight:
         """Tell the device of a step that only decodes. input_ids: where the host does not know them yet."""
         self._compare(rows.seqs, rows.stops)
+        exchange = self._agree(len(rows.seqs), decodes=True)
         self._pacing.start(0)
         with self.stats.stage("build"):
             draws = self._sampler.plain_draws(rows.sampler_slots, rows.stops) if self._runner.draws else None
             batch = self._decode_buffer.fill(rows, input_ids, draws)
+            batch = replace(batch, exchange=exchange) if exchange is not None else batch
         with self.stats.stage("forward"):
             logits, token_ids = self._runner.decode(batch)
         with self.stats.stage("sample"):

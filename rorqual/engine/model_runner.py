@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rorqual.batch import Batch, CacheView
+from rorqual.batch import Batch, CacheView, ExchangeSize
 from rorqual.cache.spec import KVSpec
 from rorqual.cache.storage import KVStorage
 from rorqual.config import EngineConfig
@@ -84,8 +84,9 @@ class ModelRunner:
         self.resolved = resolved = resolve(config, hf_config, checkpoint.integer_formats, mesh=self._world.mesh)
         self._config, self._progress = config, progress
         self._on_gpu = on_gpu = resolved.device.type == "cuda"
-        tp = self._world.mesh.tp  # sums over the host cannot be recorded
-        self._uses_graphs = on_gpu and not config.enforce_eager and (tp is None or tp.backend == "nccl")
+        mesh = self._world.mesh  # sums over the host cannot be recorded, and sizes of exchanges are each step's own
+        recordable = mesh.ep is None and (mesh.tp is None or mesh.tp.backend == "nccl")
+        self._uses_graphs = on_gpu and recordable and not config.enforce_eager
         self._graphs: DecodeGraphs | None = None
         self._prompt_sizes: list[int] = []
         self._prompt_graphs: PromptGraphs | None = None
@@ -288,8 +289,9 @@ class ModelRunner:
         """One line on where a GPU's memory went; None on a CPU."""
         return self._plan.summary(self.resolved.kv_cache_bytes) if self._plan is not None else None
 
-    def _idle_batch(self, lengths: tuple[int, ...]) -> Batch:
-        """Sequences of so many tokens, which are written nowhere and see the first block's zeros."""
+    def _idle_batch(self, lengths: tuple[int, ...], exchange: ExchangeSize | None = None) -> Batch:
+        """Sequences of so many tokens, which are written nowhere and see the first block's zeros. exchange: by default,
+        what replicas have agreed on that all run such a batch."""
         count, device = sum(lengths), self.resolved.device
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
         zeros = torch.zeros(count, dtype=torch.int64, device=device)
@@ -306,7 +308,12 @@ class ModelRunner:
             logits_indices=offsets[1:] - 1,
             query_lens=lengths,
             context_lens_host=lengths,
+            exchange=exchange or (None if self._world.mesh.ep is None else ExchangeSize(count, fixed=False)),
         )
+
+    def run_idle(self, exchange: ExchangeSize) -> None:
+        """Take part in a step of other replicas, with a token that is written nowhere."""
+        self.hidden_states(self._idle_batch((1,), exchange))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""

@@ -23,11 +23,12 @@ from rorqual.layers.compressed_attention import CompressedAttention, cache_specs
 from rorqual.layers.decoder import Placement, SelfAttention
 from rorqual.layers.deepseek_moe import DeepseekMoE
 from rorqual.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from rorqual.layers.hyper_connection import HyperConnection
 from rorqual.layers.mla import LatentUpProjection, MLAttention
 from rorqual.layers.moe import SparseMoE
 from rorqual.layers.stacked_weight import StackedWeight
 from rorqual.loader.layer import Layer
-from rorqual.models.registry import build_model
+from rorqual.models.registry import Model, build_model
 
 if TYPE_CHECKING:
     from rorqual.engine.resolved_config import ResolvedConfig
@@ -129,6 +130,21 @@ class ModelCost:
     head_values: int
     attention: tuple[AttentionCost, ...]
     experts: tuple[ExpertsCost, ...]
+    embedding_bytes: int = 0
+    """The embedding's table where it is not the head's; a step reads few rows of it."""
+    num_products: int = 0
+    """Products with weights that a step makes one after the other; those of a layer's experts are two. A
+    mix of streams is one."""
+
+    @property
+    def experts_bytes(self) -> float:
+        """All routed experts."""
+        return sum(kind.num_layers * kind.num_experts * kind.bytes_per_expert for kind in self.experts)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with attention."""
+        return sum(kind.num_layers for kind in self.attention)
 
     def weights(self, num_tokens: float, num_logits: float, *, num_steps: int = 1) -> Work:
         """The products of tokens and logits that are shared out evenly over steps."""
@@ -175,14 +191,23 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
 
     Mixing of several streams and pooling of entries are left out: their weights are read, their operations are few.
     """
-    model = build_model(hf_config, resolved.placement(torch.device("meta"), 1))
+    place = resolved.placement(torch.device("meta"), 1)
+    return cost_of(build_model(hf_config, place), place)
+
+
+def cost_of(model: Model, place: Placement) -> ModelCost:
+    """What one rank holds and computes of a model that was built there, on whatever device."""
     assert isinstance(model, torch.nn.Module)
     attention: Counter[tuple[tuple[Seen, ...], float]] = Counter()
     experts: Counter[tuple[int, int, float, float]] = Counter()
     inside_experts: set[torch.nn.Module] = set()
-    dense_bytes = dense_values = head_bytes = head_values = 0
+    dense_bytes = dense_values = head_bytes = head_values = embedding_bytes = 0
+    num_products = 1  # the head
     for module in model.modules():  # parents come before their children
-        if module in inside_experts or isinstance(module, VocabParallelEmbedding):
+        if module in inside_experts:
+            continue
+        if isinstance(module, VocabParallelEmbedding):
+            embedding_bytes = 0 if model.tied_tensors else _bytes_of(module)
             continue
         if isinstance(module, ParallelLMHead):
             head_bytes, head_values = _bytes_of(module), _values_of(module)
@@ -192,7 +217,7 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
         elif isinstance(module, MLAttention):
             attention[_of_latents(module)] += 1
         elif isinstance(module, CompressedAttention):
-            attention[_of_entries(module, resolved.placement(torch.device("meta"), 1))] += 1
+            attention[_of_entries(module, place)] += 1
         elif isinstance(module, SparseMoE | DeepseekMoE):
             parts = set(module.experts.modules())
             count, top_k = (
@@ -200,13 +225,16 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
                 if isinstance(module, SparseMoE)
                 else (module.gate.num_experts, module.gate.top_k)
             )
-            num_bytes, num_values = (sum(map(of, parts)) / count for of in (_bytes_of, _values_of))
+            held = len(module.experts.gate_up)  # of an expert-parallel mesh some
+            num_bytes, num_values = (sum(map(of, parts)) / held for of in (_bytes_of, _values_of))
             experts[count, top_k, num_bytes, num_values] += 1
             inside_experts |= parts
+            num_products += 2
         dense_values += _values_of(module)
+        num_products += isinstance(module, StackedWeight | HyperConnection)
         # Loaded in the checkpoint's format, and then kept in plain numbers.
         unpacked = isinstance(module, LatentUpProjection)
-        dense_bytes += _values_of(module) * resolved.dtype.itemsize if unpacked else _bytes_of(module)
+        dense_bytes += _values_of(module) * place.dtype.itemsize if unpacked else _bytes_of(module)
     return ModelCost(
         dense_bytes=dense_bytes,
         dense_values=dense_values,
@@ -214,6 +242,8 @@ def model_cost(hf_config: Mapping[str, Any], resolved: ResolvedConfig) -> ModelC
         head_values=head_values,
         attention=tuple(AttentionCost(layers, *kind) for kind, layers in attention.items()),
         experts=tuple(ExpertsCost(layers, *kind) for kind, layers in experts.items()),
+        embedding_bytes=embedding_bytes,
+        num_products=num_products,
     )
 
 

@@ -37,8 +37,7 @@ def _follow(config: EngineConfig, world: World) -> int:
 
     try:
         Engine(config, world=world).follow()
-    except RankFailure as failure:
-        print(f"rank {world.mesh.rank} ends: {failure}", file=sys.stderr, flush=True)
+    except RankFailure:  # which is logged where it was found
         return 1
     except Exception as error:
         traceback.print_exc()

@@ -60,6 +60,8 @@ MAX_UNSENT_BYTES = 64 << 20
 MAX_UNREAD_S = 30.0
 """If the server then reads nothing for so long, the engine ends."""
 STATS_INTERVAL_S = 1.0
+IDLE_STEP_S = 0.005
+"""Replicas that share experts begin every step together: how soon one without work looks whether another has some."""
 
 _CHUNK_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -201,15 +203,18 @@ class EngineLoop:
             if self._compiling:
                 self._add_compiled()
             is_full = channel.num_unsent_bytes > MAX_UNSENT_BYTES
-            if self._running and not is_full:
+            if (self._running or self._engine.steps_with_others) and not is_full:
                 self._step()
             channel.flush()
-            if is_full or not self._running:
-                channel.wait(self._seconds_to_wait() if is_full else None, or_readable=self._wake)
+            if is_full or not (self._running or self._engine.others_work):
+                channel.wait(self._seconds_to_wait() if is_full else self._seconds_idle(), or_readable=self._wake)
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake, _CHUNK_BYTES)
                 channel.flush()
             messages = channel.receive()
+
+    def _seconds_idle(self) -> float | None:
+        return IDLE_STEP_S if self._engine.steps_with_others else None
 
     def _seconds_to_wait(self) -> float:
         left = self._channel.sent_s + MAX_UNREAD_S - time.monotonic()
