@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch.nn import functional as F
 
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.stacked_weight import Part, StackedWeight
@@ -19,7 +20,7 @@ from rorqual.quantization.gguf_blocks import BlockMatrix
 
 
 class _VocabParallelTable(StackedWeight):
-    """A table [vocabulary, hidden size]; each rank holds a slice of the vocabulary."""
+    """A table [vocabulary, hidden size]; each rank holds a slice of the vocabulary, of one width but for the last."""
 
     def __init__(
         self,
@@ -31,9 +32,19 @@ class _VocabParallelTable(StackedWeight):
         device: torch.device,
         quantization: LinearFormat | None = None,
     ) -> None:
-        rows, format = mesh.shard(vocab_size, what="vocab_size"), quantization.weight if quantization else None
+        self.vocab_size, self.widest = vocab_size, -(-vocab_size // mesh.tp_size)
+        """Tokens in all, and of a rank that is not the last."""
+        if self.widest * (mesh.tp_size - 1) >= vocab_size:
+            raise ValueError(
+                f"vocab_size ({vocab_size}) is too small for {mesh.tp_size} ranks with {self.widest} tokens each: use a "
+                "smaller tensor_parallel_size"
+            )
+        start = mesh.tp_rank * self.widest
+        rows = slice(start, min(start + self.widest, vocab_size))
+        format = quantization.weight if quantization else None
         super().__init__(hidden_size, [Part(None, vocab_size, rows)], format=format, dtype=dtype, device=device)
-        self.mesh, self.rows, self.dtype, self.quantization = mesh, rows, dtype, quantization
+        self.vocab_size, self.mesh, self.rows = vocab_size, mesh, rows
+        self.dtype, self.quantization = dtype, quantization
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The table."""
@@ -111,8 +122,12 @@ class ParallelLMHead(_VocabParallelTable):
         self._tied = [tied] if tied else []  # in a list, so that the embedding is not registered as a child twice
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size of this rank]."""
-        return linear(hidden, self.operand)
+        """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size], the same on every rank."""
+        logits = linear(hidden, self.operand)
+        if self.mesh.tp_size == 1:
+            return logits
+        padded = F.pad(logits, (0, self.widest - logits.shape[1]))
+        return self.mesh.tp_all_gather(padded)[:, : self.vocab_size]
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The table, unless it is tied."""

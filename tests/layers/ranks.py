@@ -11,9 +11,13 @@ from rorqual.distributed.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class LoneRank(Mesh):
-    """One rank of several whose sums are left to the test."""
+    """One rank of several whose sums, and what they gather, are left to the test."""
 
     def tp_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        return x
+
+    def tp_all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part."""
         return x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -125,19 +126,23 @@ def test_row_parallel_asks_its_mesh_for_the_sum():
     assert layer(torch.ones(1, 2)).tolist() == [[4.0, 4.0, 4.0]]
 
 
+@pytest.mark.parametrize("vocab_size", [12, 13, 15])
 @pytest.mark.parametrize("size", RANKS)
-def test_embedding_ranks_sum_to_one(size):
-    layers, tensors = on_all_ranks(lambda mesh: VocabParallelEmbedding(12, 5, mesh=mesh, **PLACE), size)
-    ids = torch.tensor([0, 11, 3, 5, 6, 2, 9, 3])
+def test_embedding_ranks_sum_to_one(size, vocab_size):
+    layers, tensors = on_all_ranks(lambda mesh: VocabParallelEmbedding(vocab_size, 5, mesh=mesh, **PLACE), size)
+    ids = torch.tensor([0, vocab_size - 1, 3, 5, 6, 2, 9, 3, 4, 7, 8, 11])
     torch.testing.assert_close(sum(layer(ids) for layer in layers), tensors["0.weight"][ids])
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab_size", [12, 13, 15])
 @pytest.mark.parametrize("size", RANKS)
-def test_head_logits_of_the_ranks_side_by_side_are_one(size, tied):
+def test_head_logits_of_the_ranks_side_by_side_are_one(size, vocab_size, tied):
+    """Those of the last rank are fewer, and what fills them up goes: a vocabulary need not be even."""
+
     def make(mesh: Mesh) -> torch.nn.Module:
-        embedding = VocabParallelEmbedding(12, 5, mesh=mesh, **PLACE)
-        head = ParallelLMHead(12, 5, tied=embedding if tied else None, mesh=mesh, **PLACE)
+        embedding = VocabParallelEmbedding(vocab_size, 5, mesh=mesh, **PLACE)
+        head = ParallelLMHead(vocab_size, 5, tied=embedding if tied else None, mesh=mesh, **PLACE)
         return torch.nn.ModuleDict({"embed_tokens": embedding, "lm_head": head})
 
     tensors = tensors_for(make(Mesh.single()))
@@ -155,7 +160,24 @@ def test_head_logits_of_the_ranks_side_by_side_are_one(size, tied):
         for module in (model["embed_tokens"], model["lm_head"]):
             module.prepare()
         logits.append(model["lm_head"](x))
-    torch.testing.assert_close(torch.cat(logits, dim=1), x @ source.T)
+    whole = torch.cat(logits, dim=1)
+    assert whole.shape[1] < vocab_size + size
+    torch.testing.assert_close(whole[:, :vocab_size], x @ source.T)
+
+
+@pytest.mark.parametrize("vocab_size", [12, 13])
+def test_a_head_gives_all_logits_whatever_fills_up_the_last_rank(vocab_size):
+    @dataclass(frozen=True, slots=True)
+    class Gathering(Mesh):
+        def tp_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.shape == (2, -(-vocab_size // 4))
+            return torch.cat([x + rank for rank in range(4)], dim=1)
+
+    make = functools.partial(ParallelLMHead, vocab_size, 3, tied=None, mesh=Gathering(3, 4), **PLACE)
+    layer = load(in_model(make()), {"0.weight": torch.ones(vocab_size, 3)})[0]
+    logits = layer(torch.ones(2, 3))
+    assert logits.shape == (2, vocab_size)
+    assert logits[0, -1] == 3.0 + 3
 
 
 def test_tied_head_shares_the_memory_of_the_embedding():
@@ -202,7 +224,10 @@ def test_replicated_layer_is_whole_on_every_rank():
             r"gate_proj's out_features \(10\) cannot be split over 4 ranks: use a tensor_parallel_size that divides it",
         ),
         (lambda mesh: RowParallelLinear(10, 4, mesh=mesh, **PLACE), r"in_features \(10\) cannot be split over 4 ranks"),
-        (lambda mesh: VocabParallelEmbedding(199, 4, mesh=mesh, **PLACE), r"vocab_size \(199\) cannot be split over 4"),
+        (
+            lambda mesh: VocabParallelEmbedding(9, 4, mesh=mesh, **PLACE),
+            r"vocab_size \(9\) is too small for 4 ranks with 3 tokens each: use a smaller tensor_parallel_size",
+        ),
         (
             lambda mesh: QKVParallelLinear(6, head_dim=2, num_heads=6, num_kv_heads=2, mesh=mesh, **PLACE),
             r"num_attention_heads \(6\) cannot be split over 4 ranks",
