@@ -159,6 +159,9 @@ class DecoderLayer(nn.Module):
         """
         hidden, residual = attention_block(hidden, residual, self._attention, batch, kv[self.self_attn.layer])
         hidden = self.mesh.tp_all_reduce(hidden)
+        if isinstance(self.mlp, SparseMoE) and self.mesh.ep_size > 1:
+            hidden, residual = self.mlp(hidden, residual, self.post_attention_layernorm, batch.exchange)
+            return hidden, residual
         if isinstance(self._feed_forward, SparseMoEBlock):
             hidden, residual = sparse_moe_block(hidden, residual, self._feed_forward)
         else:

@@ -93,7 +93,9 @@ class DeepseekDecoderLayer(nn.Module):
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, batch, kv)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return (self.mlp(hidden) if isinstance(self.mlp, GatedMLP) else self.mlp(hidden, input_ids)), residual
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(hidden), residual
+        return self.mlp(hidden, input_ids, batch.exchange), residual
 
 
 class NextTokenBlock(DeepseekDecoderLayer):

@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rorqual.batch import ExchangeSize
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.linear import ReplicatedLinear
 from rorqual.layers.mlp import GATE_UP_DOWN, GatedMLP
 from rorqual.layers.moe import Experts, format_of_experts
 from rorqual.loader.layer import WantedTensor, copy_into, sibling, weight_parameter
 from rorqual.loader.quantization_config import Quantization
-from rorqual.ops.moe import Routing, Scoring, TokenTable, fused_experts, route_scores
+from rorqual.ops.moe import Routing, Scoring, TokenTable, route_scores
 
 
 class MoENames(NamedTuple):
@@ -109,7 +110,7 @@ class DeepseekMoE(nn.Module):
         hash_vocab_size: the token's number decides which experts, by a table of so many tokens; there is no bias then.
         swiglu_limit: of routed and shared experts; see `silu_and_mul`.
         names: the checkpoint's, below `prefix`, the block's own name there.
-        mesh: experts are split over its ranks by their intermediate size.
+        mesh: experts are split over its ranks as `Experts` says, shared ones by their intermediate size.
         quantization: the formats of experts and shared experts.
     """
 
@@ -178,9 +179,16 @@ class DeepseekMoE(nn.Module):
                 limit=swiglu_limit,
             )
 
-    def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, hidden_size] and the tokens' numbers [num_tokens] -> [num_tokens, hidden_size]."""
-        out = fused_experts(x, self.experts.weights(), self.gate.route(x, input_ids))
+    def forward(self, x: torch.Tensor, input_ids: torch.Tensor, size: ExchangeSize | None = None) -> torch.Tensor:
+        """x [num_tokens, hidden_size] and the tokens' numbers [num_tokens] -> [num_tokens, hidden_size].
+
+        size: see `Experts.forward`.
+        """
+        routing = self.gate.route(x, input_ids)
+        if self.experts.exchange is not None:  # whose results are whole
+            exchanged: torch.Tensor = self.experts(x, routing, size)
+            return exchanged if self.shared_experts is None else exchanged + self.shared_experts(x)
+        out = self.experts.share(x, routing)
         if self.shared_experts is not None:
             out += self.shared_experts.share(x)
         return self.mesh.tp_all_reduce(out)

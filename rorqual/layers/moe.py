@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from rorqual.batch import ExchangeSize
+from rorqual.distributed.expert_exchange import Choices, ExpertExchange, ExpertPlacement
 from rorqual.distributed.mesh import Mesh
 from rorqual.layers.layernorm import RMSNorm
 from rorqual.layers.linear import ReplicatedLinear
@@ -15,12 +17,21 @@ from rorqual.layers.stacked_weight import Part, StackedWeight, kept_format
 from rorqual.loader.layer import Layer, WantedTensor
 from rorqual.loader.quantization_config import IntegerParts, LinearFormat, Quantization
 from rorqual.ops.linear import Weight
-from rorqual.ops.moe import ExpertWeights, Routing, SparseMoEBlock, allocate_experts, fused_experts, prepare_experts
+from rorqual.ops.moe import (
+    ExpertWeights,
+    Routing,
+    SparseMoEBlock,
+    allocate_experts,
+    fused_experts,
+    prepare_experts,
+    route_softmax,
+)
 from rorqual.quantization import QuantFormat
 
 
 class Experts(Layer):
-    """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size.
+    """Gated feed-forward weights of every expert, each split over the ranks by its intermediate size; or, with expert
+    parallelism, of the whole experts that this rank holds.
 
     `quantization` is the formats of all experts, integer ones of gate, up and down of the first, then of the second and
     so on; None for plain weights. `names` are the checkpoint's for gate, up and down of an expert.
@@ -41,15 +52,21 @@ class Experts(Layer):
     ) -> None:
         super().__init__()
         self.mesh, self.names, self.swiglu_limit = mesh, names, swiglu_limit
-        rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
+        self.num_experts, self.placement = num_experts, ExpertPlacement(num_experts, mesh)
+        held = range(num_experts)[self.placement.held]
+        self.exchange = ExpertExchange(mesh, self.placement) if mesh.expert_parallel and mesh.dp_size > 1 else None
+        """How tokens get to experts of ranks that have other tokens."""
+        rows = slice(0, intermediate_size)
+        if mesh.ep_size == 1:
+            rows = mesh.shard(intermediate_size, what="moe_intermediate_size")
         formats = quantization.weight if quantization else None
         half, whole = Part(None, intermediate_size, rows), Part(None, hidden_size, slice(0, hidden_size))
 
         def memory(parts: Sequence[Part], columns: slice) -> Sequence[Weight | None]:
             if isinstance(formats, IntegerParts):
-                return [None] * num_experts
+                return [None] * len(held)
             return allocate_experts(
-                num_experts,
+                len(held),
                 sum(part.rows.stop - part.rows.start for part in parts),
                 columns.stop - columns.start,
                 dtype=dtype,
@@ -66,7 +83,7 @@ class Experts(Layer):
                 device=device,
                 memory=kept,
             )
-            for e, kept in enumerate(memory([half, half], slice(0, hidden_size)))
+            for e, kept in zip(held, memory([half, half], slice(0, hidden_size)), strict=True)
         ]
         self._down = [
             StackedWeight(
@@ -78,20 +95,25 @@ class Experts(Layer):
                 device=device,
                 memory=kept,
             )
-            for e, kept in enumerate(memory([whole], rows))
+            for e, kept in zip(held, memory([whole], rows), strict=True)
         ]
-        self.gate_up, self.down = nn.ModuleList(self._gate_up), nn.ModuleList(self._down)
+        self.gate_up, self.down = (
+            nn.ModuleDict({str(e): weight for e, weight in zip(held, weights, strict=True)})
+            for weights in (self._gate_up, self._down)
+        )
         self.activation = quantization.activation if quantization else None
         self._made: ExpertWeights | None = None
 
     def weights(self) -> ExpertWeights:
-        """This rank's weights, for an op: its results are to be summed over the ranks.
+        """This rank's weights, for an op: its results are to be summed over the ranks. Experts are numbered from 0 on,
+        as `ExpertPlacement.here` has it.
 
         The same each time, with what kernels made of them, until they are laid out anew.
         """
         if self._made is None:
             gate_up, down = (tuple(each.operand for each in weights) for weights in (self._gate_up, self._down))
-            self._made = ExpertWeights(gate_up, down, self.activation, self.swiglu_limit)
+            everywhere = self.num_experts if self.mesh.ep_size > 1 else None
+            self._made = ExpertWeights(gate_up, down, self.activation, self.swiglu_limit, everywhere)
         return self._made
 
     def prepare(self) -> None:
@@ -103,16 +125,38 @@ class Experts(Layer):
                 for each, made in zip(weights, laid_out, strict=True):
                     each.keep(made)
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks."""
-        return self.mesh.tp_all_reduce(fused_experts(x, self.weights(), routing))
+    def share(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """This rank's part of the weighted sums, to be summed over the ranks that have these tokens; without exchange
+        of tokens, which makes whole ones."""
+        assert self.exchange is None
+        if self.mesh.ep_size > 1:
+            places = self.placement.places(routing.expert_ids)
+            routing = Routing(self.placement.here(places), routing.weights)
+        return fused_experts(x, self.weights(), routing)
+
+    def forward(self, x: torch.Tensor, routing: Routing, size: ExchangeSize | None = None) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the weighted sum of each token's experts, over all ranks. Several replicas
+        that share experts need the size that they agreed on."""
+        if self.exchange is None:
+            return self.mesh.tp_all_reduce(self.share(x, routing))
+        if size is None:
+            raise ValueError("replicas that share experts must agree on a number of tokens: Batch.exchange has none")
+
+        def compute(rows: torch.Tensor, choices: Choices) -> torch.Tensor:
+            return fused_experts(rows, self.weights(), Routing(*choices))
+
+        return self.exchange.run(x, *routing, size, compute)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
-        """gate, up and down of every expert."""
-        for expert, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+        """gate, up and down of every expert that is here."""
+        for expert, gate_up, down in zip(self.gate_up, self._gate_up, self._down, strict=True):
             gate_name, up_name, down_name = (f"{prefix}.{expert}.{name}" for name in self.names)
             yield from gate_up.wanted_parts([gate_name, up_name])
             yield from down.wanted_parts([down_name])
+
+    def elsewhere(self, prefix: str) -> Iterator[str]:
+        """The experts of other ranks."""
+        yield from (f"{prefix}.{e}" for e in range(self.num_experts) if str(e) not in self.gate_up)
 
 
 class SparseMoE(nn.Module):
@@ -146,8 +190,18 @@ class SparseMoE(nn.Module):
         )
 
     def block(self, norm: RMSNorm) -> SparseMoEBlock:
-        """All of it, behind a norm, as one op takes it."""
+        """All of it, behind a norm, as one op takes it, which computes all experts here."""
+        assert self.experts.mesh.ep_size == 1
         return SparseMoEBlock(norm.norm(), self.gate.product(), self.top_k, self.renormalize, self.experts.weights())
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, size: ExchangeSize | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the block's op computes, step by step and over all ranks, some of whose experts are elsewhere."""
+        normed, total = norm.add(hidden, residual)
+        routing = route_softmax(self.gate(normed), top_k=self.top_k, renormalize=self.renormalize)
+        out: torch.Tensor = self.experts(normed, routing, size)
+        return out, total
 
 
 def _some(formats: QuantFormat | IntegerParts | None, start: int, count: int) -> QuantFormat | IntegerParts | None:

@@ -43,6 +43,10 @@ class Layer(nn.Module):
         """The checkpoint tensors of this layer; `prefix` is its place in the model ("model.layers.0.mlp.down_proj")."""
         raise NotImplementedError
 
+    def elsewhere(self, prefix: str) -> Iterator[str]:
+        """Modules of the checkpoint that are this layer's and that other ranks hold: what is below them is not read."""
+        return iter(())
+
     def quantized(self) -> Iterator[tuple[str, QTensor]]:
         """(parameter name, weight) of each quantised weight, over the memory of its parameters, before `prepare`."""
         return iter(())

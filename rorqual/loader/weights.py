@@ -66,6 +66,8 @@ def load_weights(
     `prepare`, a layer is laid out as soon as it is filled, as `prepare_weights` does it later: so only few layers are
     in memory twice.
 
+    What layers say is elsewhere is not read and not left over.
+
     A model with `OwnNames` says which of its own names a checkpoint's names stand for, and what is not read.
 
     Raises ValueError, before any parameter is touched, for tensors that are missing, left over or misshapen, by name;
@@ -75,7 +77,7 @@ def load_weights(
     names = set(there.values())
     filled = {layer: found for layer, tensors in _by_layer(model) if (found := _under_its_name_there(tensors, there))}
     wanted = {name: tensor for tensors in filled.values() for name, tensor in tensors.items()}
-    _check_names(wanted.keys(), names, tied_tensors)
+    _check_names(wanted.keys(), names - _elsewhere(model, there), tied_tensors)
     for name, tensor in wanted.items():
         if (shape := checkpoint.shape(name)) != tensor.shape:
             raise ValueError(
@@ -219,6 +221,21 @@ def _names_there(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     if unread:
         _log.info("%s: the model does not read %s", checkpoint.path, _listed("tensors", unread))
     return there
+
+
+def _elsewhere(model: nn.Module, there: Mapping[str, str]) -> set[str]:
+    """The checkpoint's names of tensors that other ranks hold."""
+    modules = {
+        name for prefix, layer in model.named_modules() if isinstance(layer, Layer) for name in layer.elsewhere(prefix)
+    }
+    return {theirs for own, theirs in there.items() if modules and modules.intersection(_above(own))}
+
+
+def _above(name: str) -> Iterator[str]:
+    """The modules that a tensor is in, from the innermost."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _under_its_name_there(wanted: Iterable[WantedTensor], there: Mapping[str, str]) -> dict[str, WantedTensor]:

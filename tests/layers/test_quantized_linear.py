@@ -317,7 +317,9 @@ def test_experts_of_the_ranks_sum_to_one(name, size):
     layers = [load(make(mesh, weight_only(SCHEMES[name])), files)[0] for mesh in ranks(size)]
     total = sum(layer(x, routing) for layer in layers)
     torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
-    assert all(isinstance(weight.operand, QTensor) for weight in (*layers[0].gate_up, *layers[0].down))
+    assert all(
+        isinstance(weight.operand, QTensor) for weight in (*layers[0].gate_up.values(), *layers[0].down.values())
+    )
 
 
 def test_experts_quantise_their_inputs_too():
@@ -346,7 +348,7 @@ def test_the_router_of_experts_is_never_quantised():
         quantization=all_layers(SCHEMES["fp8"]), prefix="model.layers.0.mlp", **PLACE,
     )  # fmt: skip
     assert isinstance(block.gate.operand, torch.Tensor)
-    assert all(isinstance(weight.operand, QTensor) for weight in block.experts.gate_up)
+    assert all(isinstance(weight.operand, QTensor) for weight in block.experts.gate_up.values())
 
 
 def test_experts_may_have_a_format_of_their_own():
@@ -355,4 +357,6 @@ def test_experts_may_have_a_format_of_their_own():
         96, 40, num_experts=4, top_k=2, renormalize=True, mesh=Mesh.single(),
         quantization=WeightQuantization(fp8, fp4), prefix="model.layers.0.mlp", **PLACE,
     )  # fmt: skip
-    assert {weight.operand.format for weight in (*block.experts.gate_up, *block.experts.down)} == {MXFP4}
+    assert {weight.operand.format for weight in (*block.experts.gate_up.values(), *block.experts.down.values())} == {
+        MXFP4
+    }

@@ -95,7 +95,7 @@ class Block(nn.Module):
         """Attention, then experts. The weights are there by now, and stay where they are."""
 
         def experts(x: torch.Tensor, batch: Batch, _kv: KVStorage) -> torch.Tensor:
-            out: torch.Tensor = self.ffn(x, batch.input_ids)
+            out: torch.Tensor = self.ffn(x, batch.input_ids, batch.exchange)
             return out
 
         return (

@@ -1,0 +1,130 @@
+"""Experts that ranks share: each token gets what one rank with all experts would give it, however it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rorqual.batch import ExchangeSize
+from rorqual.distributed.expert_exchange import Choices, ExpertExchange, ExpertPlacement
+from rorqual.ops.linear import prepare_weight
+from rorqual.ops.moe import ExpertWeights, Routing, fused_experts
+from rorqual.ops.registry import load_backends
+from tests.distributed.ranks import connect, on_ranks
+from tests.ops.values import normal
+
+load_backends("native", "cpu")
+HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 32, 8, 3
+
+
+class Step(NamedTuple):
+    """How many tokens each replica has, and whom they choose."""
+
+    num_tokens: tuple[int, int]
+    chosen: tuple[int, ...] = tuple(range(NUM_EXPERTS))
+    most: int | None = None
+    """What the replicas agree on; None: the most tokens that one has."""
+    rows_together: int = 8192
+    moved: bool = False
+    """Whether experts are in other places than in the beginning."""
+
+    def inputs(self, replica: int, dtype: torch.dtype) -> tuple[torch.Tensor, Routing]:
+        count = self.num_tokens[replica]
+        ids = normal(count, len(self.chosen), seed=20 + replica).argsort(1)[:, :TOP_K]
+        weights = normal(count, ids.shape[1], seed=30 + replica).softmax(1) if count else torch.zeros(0, ids.shape[1])
+        return normal(count, HIDDEN, seed=10 + replica).to(dtype), Routing(torch.tensor(self.chosen)[ids], weights)
+
+    def places(self) -> torch.Tensor:
+        return normal(NUM_EXPERTS, seed=40).argsort() if self.moved else torch.arange(NUM_EXPERTS)
+
+
+STEPS = {
+    "even": Step((9, 9)),
+    "uneven": Step((2, 33)),
+    "one token": Step((0, 1)),
+    "an idle replica": Step((11, 0)),
+    "all idle": Step((0, 0)),
+    "nothing but fillers": Step((0, 0), most=4),
+    "fillers": Step((3, 5), most=16),
+    "one expert": Step((7, 12), chosen=(5,)),
+    "experts of one rank": Step((6, 5), chosen=(0, 1)),
+    "more than a buffer": Step((19, 4), rows_together=8),
+    "a row at a time": Step((5, 0), rows_together=1),
+    "moved": Step((9, 8), moved=True),
+}
+
+
+def all_experts(dtype: torch.dtype) -> list[tuple[Any, Any]]:
+    """Of each expert gate_up and down."""
+    return [
+        tuple(
+            prepare_weight(normal(*shape, seed=seed + e).to(dtype) * shape[1] ** -0.5)
+            for shape, seed in (((2 * INNER, HIDDEN), 100), ((HIDDEN, INNER), 200))
+        )
+        for e in range(NUM_EXPERTS)
+    ]
+
+
+def _rows(x: torch.Tensor, weights: ExpertWeights, choices: Choices) -> Iterator[tuple[Any, ...]]:
+    for i in range(len(x)):
+        yield x[i : i + 1], weights, Routing(*(part[i : i + 1] for part in choices))
+
+
+def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """What this rank has of each step, with buffers of a fixed size, and of the size needed; then of its replica's
+    last token alone."""
+    mesh, experts = connect(rank, store, tp=tp, dp=2, expert_parallel=True), all_experts(dtype)
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, step in STEPS.items():
+        placement = ExpertPlacement(NUM_EXPERTS, mesh)
+        if step.moved:
+            placement.table = step.places()
+        here = [experts[e] for e in step.places().argsort()[placement.held].tolist()]
+        weights = ExpertWeights(*zip(*here, strict=True), num_everywhere=NUM_EXPERTS)
+
+        def compute(rows: torch.Tensor, choices: Choices, weights: ExpertWeights = weights) -> torch.Tensor:
+            if dtype is torch.bfloat16:
+                return fused_experts(rows, weights, Routing(*choices))
+            # One by one: products in float32 are not the same to the bit for every number of rows.
+            alone = (fused_experts(*each) for each in _rows(rows, weights, choices))
+            return torch.cat((rows[:0], *alone))
+
+        exchange = ExpertExchange(mesh, placement, rows_together=step.rows_together)
+        x, routing = step.inputs(mesh.dp_rank, dtype)
+        most = max(step.num_tokens) if step.most is None else step.most
+        found[name] = [exchange.run(x, *routing, ExchangeSize(most, fixed), compute) for fixed in (True, False)]
+        last = [part[-1:] for part in (x, *routing)]
+        found[name].append(exchange.run(*last, ExchangeSize(1, True), compute))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (2, torch.float32),
+        pytest.param(1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=["2 bfloat16", "4 float32", "2 float32", "4 bfloat16"],
+)
+def test_every_token_gets_what_all_experts_on_one_rank_give_it(tp, dtype):
+    everywhere = ExpertWeights(*zip(*all_experts(dtype), strict=True))
+    by_rank = on_ranks(2 * tp, _exchanged, tp, dtype)
+    for name, step in STEPS.items():
+        for replica in range(2):
+            x, routing = step.inputs(replica, dtype)
+            want = fused_experts(x, everywhere, routing).float()
+            fixed, exact, alone = by_rank[replica * tp][name]
+            assert fixed.dtype == dtype
+            assert fixed.shape == x.shape
+            largest = want.abs().max().item() if len(want) else 0.0
+            close = 1e-6 * largest if dtype is torch.float32 else 2**-7 * largest
+            torch.testing.assert_close(fixed.float(), want, rtol=0, atol=close, msg=name)
+            assert torch.equal(exact, fixed), name
+            assert torch.equal(alone, fixed[-1:]), name
+            for other in by_rank[replica * tp + 1 : (replica + 1) * tp]:
+                assert all(torch.equal(*both) for both in zip(other[name], (fixed, exact, alone), strict=True)), name
