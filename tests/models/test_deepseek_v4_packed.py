@@ -220,7 +220,7 @@ def test_weights_stay_packed():
     weights = [layer.operand for layer in projections] + list(attn.wo_a._groups)
     assert all(isinstance(weight, QTensor) and weight.format.element == "e4m3" for weight in weights)
     routed = ffn.experts.weights()
-    assert all(weight.format.element == "e2m1" for weight in (*routed.gate_up.values(), *routed.down.values()))
+    assert all(weight.format.element == "e2m1" for weight in (*routed.gate_up, *routed.down))
     plain = [attn.compressor.value_and_gate, attn.indexer.compressor.value_and_gate, attn.indexer.weights_proj]
     assert all(isinstance(layer.operand, torch.Tensor) for layer in (*plain, ffn.gate, model.head, model.embed))
 
