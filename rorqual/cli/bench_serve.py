@@ -19,8 +19,8 @@ from rorqual.cli.settings import Settings
 from rorqual.config import StrictModel
 
 if TYPE_CHECKING:
-    from rorqual.server.http_client import HttpClient
     from rorqual.cli.load.requests import Record
+    from rorqual.server.http_client import HttpClient
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -153,8 +153,8 @@ class _Bench:
             self._client.close()
 
     async def _first_model(self) -> str:
-        from rorqual.server.http_client import HttpError
         from rorqual.cli.load.requests import error_text
+        from rorqual.server.http_client import HttpError
 
         try:
             async with asyncio.timeout(self._options.timeout), self._client.request("GET", "/v1/models") as response:

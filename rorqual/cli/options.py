@@ -99,7 +99,13 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Headings of --help for the engine's many fields; the rest go under their model's own heading."""
 
-_HEADINGS = {"EngineConfig": "device and numerics", "SamplingParams": "sampling", "ServerSettings": "server"}
+_HEADINGS = {
+    "EngineConfig": "device and numerics",
+    "SamplingParams": "sampling",
+    "ServerSettings": "server",
+    "ListenerSettings": "server",
+    "RoutingSettings": "sharing requests among replicas",
+}
 
 
 class Setting(NamedTuple):

@@ -9,20 +9,26 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rorqual.cli.command import Command
 from rorqual.cli.settings import Settings
 from rorqual.config import EngineConfig
+from rorqual.server.router.settings import RoutingSettings
 from rorqual.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from rorqual.server.listener import HTTPServer
     from rorqual.server.process_client import ProcessEngineClient
+    from rorqual.server.router.policy import Replica
+    from rorqual.server.router.processes import ReplicaProcesses
     from rorqual.tokenizer.tokenizer import Tokenizer
 
 ENDPOINTS = "/v1/chat/completions  /v1/completions  /v1/models  /health  /metrics  /openapi.json, and a chat page at /"
+REPLICA = (sys.executable, "-m", "rorqual.cli.replica")
+"""The program that one of several replicas is."""
 
 
 def run(settings: Settings) -> int:
@@ -35,46 +41,85 @@ def run(settings: Settings) -> int:
             )
         settings.set(EngineConfig, "model", settings.positionals[0], origin="MODEL")
     config, options = settings.build(EngineConfig), settings.build(ServerSettings)
-    _log_to_stderr()
-    # Until the server listens to signals; process 1 of a container would not even end by them.
-    before = signal.signal(signal.SIGTERM, _end)
-    try:
-        return _run(config, options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    routing = settings.build(RoutingSettings)
+    log_to_stderr()
 
-
-def _run(config: EngineConfig, options: ServerSettings) -> int:
-    from rorqual.engine.model_files import open_tokenizer
     from rorqual.server.listener import bind
-    from rorqual.server.serving import chosen_parsers
 
-    sock = bind(options)
+    with ending_by_sigterm():
+        sock = bind(options)
+        if config.data_parallel_size > 1 and config.data_parallel_rank is None:
+            _serve_replicas(sock, config, options, routing)
+        else:
+            serve_on(sock, config, options)
+    return 0
+
+
+def serve_on(sock: socket.socket, config: EngineConfig, options: ServerSettings, *, replica: int | None = None) -> None:
+    """Serve on a socket until a signal, and close it.
+
+    Args:
+        sock: listens.
+        config: the engine.
+        options: the server.
+        replica: its number where it is one of several, which people reach by another address.
+
+    Raises: ValueError for what is wrong with the model.
+    """
+    with _closing(sock, options):
+        options, tokenizer = _open(config, options)
+        failure = asyncio.run(_serve(config, options, tokenizer, sock, replica))
+    if failure is not None:
+        raise ValueError(failure)
+
+
+def _serve_replicas(
+    sock: socket.socket, config: EngineConfig, options: ServerSettings, routing: RoutingSettings
+) -> None:
+    """Serve several replicas on a socket until a signal, and close it. Raises ValueError."""
+    from rorqual.server.router.plans import plans_for
+    from rorqual.server.router.processes import ReplicaProcesses
+
+    with _closing(sock, options):
+        options, _ = _open(config, options)  # so that what is wrong is said once
+        plans = plans_for(config, options)
+        processes = ReplicaProcesses(REPLICA, plans, routing, tied=config.enable_expert_parallel)
+        failure = asyncio.run(_route(processes, options, routing, sock))
+    if failure is not None:
+        raise ValueError(failure)
+
+
+@contextlib.contextmanager
+def _closing(sock: socket.socket, options: ServerSettings) -> Iterator[None]:
+    """Let go of the address in the end."""
     try:
-        tokenizer, model_config = open_tokenizer(config)
-        if tokenizer is None:
-            raise ValueError("the server needs a tokenizer: give one with --tokenizer")
-        parsers = chosen_parsers(options, tokenizer, model_config)
-        options = options.model_copy(
-            update={
-                "served_model_name": options.served_model_name or (config.model,),
-                "tool_call_parser": parsers.tool_call or "none",
-                "reasoning_parser": parsers.reasoning or "none",
-            }
-        )
-        failure = asyncio.run(_serve(config, options, tokenizer, sock))
+        yield
     finally:
         sock.close()
         if options.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(options.uds)
-    if failure is not None:
-        raise ValueError(failure)
-    return 0
+
+
+def _open(config: EngineConfig, options: ServerSettings) -> tuple[ServerSettings, Tokenizer]:
+    """The tokenizer, and the options with what follows from the model. Raises ValueError."""
+    from rorqual.engine.model_files import open_tokenizer
+    from rorqual.server.serving import chosen_parsers
+
+    tokenizer, model_config = open_tokenizer(config)
+    if tokenizer is None:
+        raise ValueError("the server needs a tokenizer: give one with --tokenizer")
+    parsers = chosen_parsers(options, tokenizer, model_config)
+    found = {
+        "served_model_name": options.served_model_name or (config.model,),
+        "tool_call_parser": parsers.tool_call or "none",
+        "reasoning_parser": parsers.reasoning or "none",
+    }
+    return options.model_copy(update=found), tokenizer
 
 
 async def _serve(
-    config: EngineConfig, options: ServerSettings, tokenizer: Tokenizer, sock: socket.socket
+    config: EngineConfig, options: ServerSettings, tokenizer: Tokenizer, sock: socket.socket, replica: int | None
 ) -> str | None:
     """Serve; returns why the model could not be loaded, if it could not."""
     from rorqual.server.app import create_app
@@ -85,7 +130,9 @@ async def _serve(
     app = create_app(engine, options, tokenizer)
     server = HTTPServer(app, options)
     engine.on_steps = app.state.metrics.on_steps
-    starting = asyncio.create_task(_announce(engine, server, address_of(sock, options)))
+    address = address_of(sock, options)
+    place = f"serving  {address}\npaths    {ENDPOINTS}" if replica is None else f"replica  {replica}, {address}"
+    starting = asyncio.create_task(_announce(engine, server, place))
     try:
         await server.serve(sockets=[sock])
     finally:
@@ -94,8 +141,8 @@ async def _serve(
     return (await starting) if starting.done() and not starting.cancelled() else None
 
 
-async def _announce(engine: ProcessEngineClient, server: HTTPServer, address: str) -> str | None:
-    """Print the banner once the model is loaded; or end the server, and return why it is not."""
+async def _announce(engine: ProcessEngineClient, server: HTTPServer, place: str) -> str | None:
+    """Print the banner once the model is loaded, and the place; or end the server, and return why it is not."""
     from rorqual.server.engine_client import EngineDead
 
     try:
@@ -103,21 +150,66 @@ async def _announce(engine: ProcessEngineClient, server: HTTPServer, address: st
     except EngineDead as error:
         server.should_exit = True
         return str(error)
-    _say(f"{info.banner}\nserving  {address}\npaths    {ENDPOINTS}")
+    say(f"{info.banner}\n{place}")
     return None
+
+
+async def _route(
+    processes: ReplicaProcesses, options: ServerSettings, routing: RoutingSettings, sock: socket.socket
+) -> str | None:
+    """Start replicas and serve what they do; returns why they could not go on, if they could not."""
+    from rorqual.server.listener import HTTPServer, address_of
+    from rorqual.server.router.app import create_router
+
+    app = create_router(processes.replicas, routing, options, publish_replicas=True)
+    server = HTTPServer(app, options)
+    announcing = asyncio.create_task(_announce_replicas(processes.replicas, address_of(sock, options)))
+
+    def end() -> None:
+        server.should_exit = True
+
+    processes.on_failure = end
+    try:
+        await processes.start()
+        await server.serve(sockets=[sock])
+    finally:
+        announcing.cancel()
+        app.state.serving.abort_all()
+        await processes.stop()
+    return processes.failure
+
+
+async def _announce_replicas(replicas: Sequence[Replica], address: str) -> None:
+    """Print the banner once all are there."""
+    while not all(replica.has_been_healthy for replica in replicas):
+        await asyncio.sleep(0.1)
+    say(f"serving  {address}\nreplicas {len(replicas)}\npaths    {ENDPOINTS}")
+
+
+@contextlib.contextmanager
+def ending_by_sigterm() -> Iterator[None]:
+    """Until the server listens to signals, SIGTERM ends: process 1 of a container would not even end by it."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell people."""
     with contextlib.suppress(OSError):  # a full disk or a closed pipe behind stderr is no reason to end
         print(text, file=sys.stderr, flush=True)
 
 
-def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+def log_to_stderr(who: str = "") -> None:
+    """Log for people; `who` begins each message."""
+    shown = who.replace("%", "%%")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s %(levelname)s {shown}%(message)s")
     logging.raiseExceptions = False  # what cannot be logged, because the disk is full, is lost
 
 
@@ -125,7 +217,7 @@ COMMAND = Command(
     words=("serve",),
     summary="serve a model over an OpenAI-compatible HTTP API",
     details="Serve a model over HTTP, as OpenAI's API. SIGTERM lets running requests end; a second one does not.",
-    models=(ServerSettings, EngineConfig),
+    models=(ServerSettings, EngineConfig, RoutingSettings),
     run=run,
     usage="[MODEL] [OPTIONS]",
     max_positionals=1,

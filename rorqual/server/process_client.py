@@ -385,7 +385,7 @@ class ProcessEngineClient(EngineClient):
         else:
             if self._failure is None:
                 self._failure = fault or f"the engine's process ended while {'loading' if was_loading else 'serving'}"
-            self._failure += f" ({_described(code)})"
+            self._failure += f" ({described(code)})"
             _log.error("the engine is dead: %s", self._failure)
         self._state = "dead"
         requests, self._requests = self._requests, {}
@@ -409,7 +409,7 @@ class ProcessEngineClient(EngineClient):
             self._process.kill()
 
 
-def _described(exit_code: int) -> str:
+def described(exit_code: int) -> str:
     """An exit code for people."""
     if exit_code >= 0:
         return f"exit code {exit_code}"

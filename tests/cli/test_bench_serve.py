@@ -9,11 +9,11 @@ import statistics
 import numpy as np
 import pytest
 
-from rorqual.server.http_client import HttpClient, HttpError
 from rorqual.cli.load.report import best, is_good, parse_goodput, percentile, summary
 from rorqual.cli.load.requests import Record, send
 from rorqual.cli.load.workload import WORDS, arrivals, from_file, synthetic
 from rorqual.server.app import create_app
+from rorqual.server.http_client import HttpClient, HttpError
 from rorqual.server.settings import ServerSettings
 from tests.cli.load_server import StubApi, serving
 from tests.server.fake_engine import FakeEngineClient, chat_tokenizer, echoes

@@ -13,12 +13,12 @@ def served(monkeypatch, rorqual):
     """Run the command up to where it would serve: returns the engine's config and the server's settings."""
     found = []
 
-    async def instead(config, options, tokenizer, sock):
+    async def instead(config, options, tokenizer, sock, replica):
         found.append((config, options, sock.getsockname()[1]))
 
     monkeypatch.setattr(serve, "_serve", instead)
     # What it sets for its whole process must not outlive the test.
-    monkeypatch.setattr(serve, "_log_to_stderr", lambda: None)
+    monkeypatch.setattr(serve, "log_to_stderr", lambda: None)
 
     def run(*typed):
         code, _, err = rorqual("serve", *typed)

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rorqual.server.http_client import HttpClient
 from rorqual.cli.load.requests import Endpoint, Record, send
+from rorqual.server.http_client import HttpClient
 
 OnDone = Callable[[Record], object]
 

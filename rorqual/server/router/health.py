@@ -96,7 +96,8 @@ class HealthChecks:
     def _in(self, replica: Replica) -> None:
         if not replica.is_healthy:
             log.info("replica %s takes requests", replica.url)
-        replica.is_healthy, replica.failure, replica.failure_code = True, None, None
+        replica.is_healthy = replica.has_been_healthy = True
+        replica.failure = replica.failure_code = None
 
     def _out(self, replica: Replica, failure: str, code: str | None = None) -> None:
         if replica.is_healthy:

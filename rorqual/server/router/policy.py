@@ -28,10 +28,10 @@ class Replica:
 
     def __init__(self, url: str, settings: RoutingSettings) -> None:
         self.url = url
-        self.client = HttpClient(url, max_idle_s=1.0, connect_s=settings.health_check_timeout)
-        """A server keeps idle connections for longer than that."""
+        self.client = HttpClient(url, max_idle_s=0.5, connect_s=settings.health_check_timeout)
+        """Servers keep idle connections for longer than that."""
         self.prefixes = PrefixIndex(settings.prefix_index_blocks)
-        self.is_healthy = False
+        self.is_healthy = self.has_been_healthy = False
         self.failure: str | None = "it has not been asked for its health yet"
         """Why it is not healthy."""
         self.failure_code: str | None = None
