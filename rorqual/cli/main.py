@@ -45,11 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def commands() -> dict[tuple[str, ...], Command]:
     """Every command by its words, in the order of --help."""
-    from rorqual.cli import bench, bench_kernels, bench_serve, chat, collect_env, generate, models, ops, serve
+    from rorqual.cli import (
+        bench,
+        bench_kernels,
+        bench_serve,
+        chat,
+        collect_env,
+        generate,
+        models,
+        ops,
+        plan,
+        route,
+        serve,
+    )
 
-    talk = (generate.COMMAND, chat.COMMAND, serve.COMMAND, models.LIST, models.PULL)
+    talk = (generate.COMMAND, chat.COMMAND, serve.COMMAND, route.COMMAND, models.LIST, models.PULL)
     measure = (bench.THROUGHPUT, bench.LATENCY, bench.PREFILL, bench_kernels.COMMAND, bench_serve.COMMAND)
-    look = (ops.COMMAND, collect_env.COMMAND)
+    look = (plan.COMMAND, ops.COMMAND, collect_env.COMMAND)
     return {command.words: command for command in (*talk, *measure, *look)}
 
 
