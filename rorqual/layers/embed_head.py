@@ -36,15 +36,14 @@ class _VocabParallelTable(StackedWeight):
         """Tokens in all, and of a rank that is not the last."""
         if self.widest * (mesh.tp_size - 1) >= vocab_size:
             raise ValueError(
-                f"vocab_size ({vocab_size}) is too small for {mesh.tp_size} ranks with {self.widest} tokens each: use a "
-                "smaller tensor_parallel_size"
+                f"vocab_size ({vocab_size}) is too small for {mesh.tp_size} ranks with {self.widest} tokens each: "
+                "use a smaller tensor_parallel_size"
             )
         start = mesh.tp_rank * self.widest
         rows = slice(start, min(start + self.widest, vocab_size))
         format = quantization.weight if quantization else None
         super().__init__(hidden_size, [Part(None, vocab_size, rows)], format=format, dtype=dtype, device=device)
-        self.vocab_size, self.mesh, self.rows = vocab_size, mesh, rows
-        self.dtype, self.quantization = dtype, quantization
+        self.mesh, self.rows, self.dtype, self.quantization = mesh, rows, dtype, quantization
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The table."""
@@ -65,8 +64,8 @@ class VocabParallelEmbedding(_VocabParallelTable):
         for tensor in super().wanted(prefix):
             yield tensor if tensor.keep is None else tensor._replace(keep_blocks=self._keep_blocks)
 
-    def _keep_blocks(self, whole: BlockMatrix) -> None:
-        self._blocks = whole.slice_rows(self.rows)
+    def _keep_blocks(self, blocks: BlockMatrix) -> None:
+        self._blocks = blocks
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [num_tokens] -> [num_tokens, hidden_size]."""

@@ -111,7 +111,7 @@ def test_torchrun_starts_the_ranks(tokens_of_one, tmp_path):
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "torchrun",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(program), json.dumps([options, PROMPTS[:3]])],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
