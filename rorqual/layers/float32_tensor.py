@@ -25,4 +25,5 @@ class Float32Tensor(Layer):
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """The tensor."""
-        yield WantedTensor(prefix, self._shape, lambda whole: copy_into(self.weight, whole[self._rows]))
+        kept = None if self._rows == slice(0, self._shape[0]) else self._rows
+        yield WantedTensor(prefix, self._shape, lambda whole: copy_into(self.weight, whole[self._rows]), rows=kept)

@@ -65,7 +65,8 @@ class _Linear(StackedWeight):
         yield from self.wanted_parts(names)
         if self.bias is not None:
             for name, part, into in zip(names, self._parts, self._into, strict=True):
-                yield WantedTensor(f"{name}.bias", (part.out_features,), _copy_rows(self.bias[into], part.rows))
+                copy = _copy_rows(self.bias[into], part.rows)
+                yield WantedTensor(f"{name}.bias", (part.out_features,), copy, rows=part.some)
 
 
 def _copy_rows(target: torch.Tensor, rows: slice) -> Callable[[torch.Tensor], None]:

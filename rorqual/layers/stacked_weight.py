@@ -14,7 +14,9 @@ from torch import nn
 from rorqual.loader.layer import Layer, WantedTensor, copy_into, weight_parameter
 from rorqual.loader.quantization_config import IntegerParts
 from rorqual.ops.linear import Weight, prepare_weight
+from rorqual.ops.split_blocks import split_blocks
 from rorqual.quantization import QTensor, QuantFormat
+from rorqual.quantization.gguf_blocks import BlockMatrix
 from rorqual.quantization.integer import IntegerFormat, IntegerStack, IntegerWeight
 
 SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
@@ -30,6 +32,11 @@ class Part(NamedTuple):
     """Rows in the checkpoint."""
     rows: slice
     """The rows of the checkpoint's matrix that this rank keeps."""
+
+    @property
+    def some(self) -> slice | None:
+        """Those rows where they are not all, as `WantedTensor.rows` has them."""
+        return None if self.rows == slice(0, self.out_features) else self.rows
 
 
 class StackedWeight(Layer):
@@ -125,21 +132,35 @@ class StackedWeight(Layer):
         def copy(whole: torch.Tensor) -> None:
             copy_rows(whole, 0)
 
-        return WantedTensor(name, (part.out_features, self.in_features), copy, copy_rows)
+        return WantedTensor(name, (part.out_features, self.in_features), copy, copy_rows, rows=part.some)
 
     def _wanted_integers(self, name: str, part: Part, index: int) -> WantedTensor:
         format, dynamic = self.integers[index], self._dynamic
 
-        def keep(whole: IntegerWeight) -> None:
-            cut = whole.slice_rows(part.rows).slice_columns(self._columns)
-            if cut.shape != whole.shape:
+        def keep(rows: IntegerWeight, columns: slice = self._columns) -> None:
+            cut = rows.slice_columns(columns)
+            if cut.shape[1] != rows.shape[1]:
                 cut = IntegerWeight.cat_rows([cut])  # a copy, so that the rest can go
             self._kept[index] = replace(cut, dynamic=dynamic)
+
+        def keep_blocks(rows: BlockMatrix) -> None:
+            start, stop, size = self._columns.start, self._columns.stop, rows.block_size
+            first = start // size * size
+            blocks = rows.slice_columns(slice(first, -(-stop // size) * size))
+            keep(split_blocks(blocks), slice(start - first, stop - first))
 
         def copy(whole: torch.Tensor) -> None:
             self._kept[index] = IntegerWeight.quantize(whole[part.rows, self._columns], format, dynamic=dynamic)
 
-        return WantedTensor(name, (part.out_features, self.in_features), copy, format=format, keep=keep)
+        return WantedTensor(
+            name,
+            (part.out_features, self.in_features),
+            copy,
+            rows=part.some,
+            format=format,
+            keep=keep,
+            keep_blocks=None if self._columns == slice(0, self.in_features) else keep_blocks,
+        )
 
     def _wanted_quantized(self, name: str, part: Part, into: slice, stored: QuantFormat) -> Iterator[WantedTensor]:
         """Values and scales come one by one, so each is cut beside a stand-in for the other that holds nothing."""
@@ -161,7 +182,7 @@ class StackedWeight(Layer):
             self.weight_scale_inv[first : first + kept.shape[0]].copy_(kept)
 
         first, *others = (f"{name}.{scale}" for scale in SCALE_NAMES)
-        yield WantedTensor(f"{name}.weight", tuple(values.shape), copy_values)
+        yield WantedTensor(f"{name}.weight", tuple(values.shape), copy_values, rows=part.some)
         yield WantedTensor(first, tuple(scales.shape), copy_scales, aliases=tuple(others))
 
     def quantized(self) -> Iterator[tuple[str, QTensor]]:

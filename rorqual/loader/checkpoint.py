@@ -41,16 +41,20 @@ class Checkpoint(Protocol):
         """A tensor's shape, without reading it."""
         ...
 
-    def load(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU in its stored dtype (quantised GGUF: as float32). May be called from several threads."""
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor on the CPU in its stored dtype (quantised GGUF: as float32). May be called from several threads.
+
+        With `rows`, the others may be left undefined.
+        """
         ...
 
     def stored(self, name: str) -> StoredTensor | None:
         """Where a tensor can be read as it is; None if only `load` knows how to."""
         ...
 
-    def load_blocks(self, name: str) -> BlockMatrix:
-        """One of `integer_formats` as it is stored, perhaps mapped. May be called from several threads."""
+    def load_blocks(self, name: str, rows: slice | None = None) -> BlockMatrix:
+        """One of `integer_formats`, or those rows alone, as it is stored, perhaps mapped. May be called from several
+        threads."""
         ...
 
     def release(self, name: str) -> None:

@@ -51,7 +51,7 @@ class DummyCheckpoint:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 
-    def load(self, name: str) -> torch.Tensor:
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 
@@ -59,7 +59,7 @@ class DummyCheckpoint:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 
-    def load_blocks(self, name: str) -> BlockMatrix:
+    def load_blocks(self, name: str, rows: slice | None = None) -> BlockMatrix:
         """Never answers: there are no tensors."""
         raise KeyError(name)
 

@@ -109,14 +109,19 @@ class GGUFCheckpoint:
         source = self._sources[name]
         return source.info.shape if source.expert is None else source.info.shape[1:]
 
-    def load(self, name: str) -> torch.Tensor:
-        """A tensor's values on the CPU: F32, F16 and BF16 as stored (perhaps mapped), the rest as float32."""
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor's values on the CPU: F32, F16 and BF16 as stored (perhaps mapped), the rest as float32, of which
+        only `rows` are computed if they are given."""
         import torch
 
         from rorqual.loader.gguf_dequantize import dequantize
 
-        raw = self.raw(name)
-        if raw.type.block_size > 1:
+        quantized = self._sources[name].info.type.block_size > 1
+        raw = self.raw(name, rows if quantized else None)
+        if quantized and rows is not None:
+            values = torch.empty(raw.shape)
+            values[rows] = torch.from_numpy(dequantize(raw.data, raw.type))
+        elif quantized:
             values = torch.from_numpy(dequantize(raw.data, raw.type))
         else:
             dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[raw.type.name]
@@ -127,13 +132,13 @@ class GGUFCheckpoint:
         """Nowhere: rows lie in another order, or as blocks."""
         return None
 
-    def load_blocks(self, name: str) -> BlockMatrix:
-        """One of `integer_formats` as it is stored: mapped, unless its rows have another order in the file."""
+    def load_blocks(self, name: str, rows: slice | None = None) -> BlockMatrix:
+        """One of `integer_formats`, or some rows, as it is stored: mapped, unless rows have another order there."""
         import torch
 
         from rorqual.quantization.gguf_blocks import BlockMatrix
 
-        return BlockMatrix(torch.from_numpy(self.raw(name).data), self.integer_formats[name])
+        return BlockMatrix(torch.from_numpy(self.raw(name, rows).data), self.integer_formats[name])
 
     def release(self, name: str) -> None:
         """Let go of the memory of a tensor's pages; what is mapped is read again when it is touched."""
@@ -144,8 +149,8 @@ class GGUFCheckpoint:
             start += expert * size
         file.release(start, start + size)
 
-    def raw(self, name: str) -> RawTensor:
-        """A tensor as stored, for a computation that reads the format itself."""
+    def raw(self, name: str, rows: slice | None = None) -> RawTensor:
+        """A tensor as stored, for a computation that reads the format itself; with `rows`, the bytes of those alone."""
         source = self._sources[name]
         data = source.file.bytes_of(source.info)
         if source.expert is not None:
@@ -153,7 +158,16 @@ class GGUFCheckpoint:
         if source.heads is not None:
             # The converter interleaved each head's two halves; rows move whole, so that blocks stay blocks.
             data = data.reshape(source.info.shape[0], -1)
-            data = data.reshape(source.heads, -1, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+            size = len(data) // source.heads
+            if rows is not None:  # the heads that they are in
+                first, last = rows.start // size, -(-rows.stop // size)
+                data, rows = (
+                    data[first * size : last * size],
+                    slice(rows.start - first * size, rows.stop - first * size),
+                )
+            data = data.reshape(-1, size // 2, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        if rows is not None:
+            data = data[rows]
         return RawTensor(data, source.info.type, self.shape(name))
 
     def _places(self, file: GGUFFile, info: TensorInfo) -> list[tuple[str, _Source]]:

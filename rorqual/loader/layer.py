@@ -26,14 +26,16 @@ class WantedTensor(NamedTuple):
     copy_rows: Callable[[torch.Tensor, int], None] | None = None
     """Copies this rank's part of some rows of the tensor, from the one of that number on. What is in pinned memory is
     only on its way when it returns."""
+    rows: slice | None = None
+    """What this rank keeps of it, where that is not all: nobody looks at the other rows, which are not read then."""
     aliases: tuple[str, ...] = ()
     """Other full names that checkpoints give it; exactly one of all is there."""
     format: IntegerFormat | None = None
     """What the layer keeps it in, where that is integers; `copy` rounds to it."""
     keep: Callable[[IntegerWeight], None] | None = None
-    """Takes this rank's part of the whole tensor in that format, as it is."""
+    """Takes this rank's columns of the tensor in that format, given `rows` of it alone."""
     keep_blocks: Callable[[BlockMatrix], None] | None = None
-    """In place of `keep` where the checkpoint stores that format: takes the tensor as it lies there, perhaps mapped."""
+    """In place of `keep` where the checkpoint stores that format: takes those rows as they lie there, even mapped."""
 
 
 class Layer(nn.Module):

@@ -60,8 +60,8 @@ class SafetensorsCheckpoint:
         """A tensor's shape; () for a scalar."""
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
-    def load(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU in its stored dtype, mapped from the file where possible."""
+    def load(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor on the CPU in its stored dtype, mapped from the file, so that what nobody looks at is not read."""
         file = self._file_of[name]
         if file not in self._mapped:
             self._mapped[file] = safe_open(self.path / file, framework="pt")  # perhaps by several threads
@@ -75,7 +75,7 @@ class SafetensorsCheckpoint:
             self._stored[file] = _read_header(self.path / file)  # perhaps by several threads, to the same end
         return self._stored[file].get(name)
 
-    def load_blocks(self, name: str) -> BlockMatrix:
+    def load_blocks(self, name: str, rows: slice | None = None) -> BlockMatrix:
         """Never answers: nothing is stored so."""
         raise KeyError(name)
 

@@ -75,7 +75,8 @@ class Lane:
         self._files: dict[Path, FileIO] = {}
 
     def hand_over(self, source: StoredTensor | torch.Tensor, wanted: WantedTensor) -> None:
-        """Give a layer a tensor from a file or from host memory: by rows where it takes them, else whole.
+        """Give a layer a tensor from a file or from host memory: by rows where it takes them, else whole. Rows that it
+        does not keep are not read, and are undefined where it takes the tensor whole.
 
         Raises ValueError for a file that is cut short, and what `wanted` raises.
         """
@@ -83,25 +84,28 @@ class Lane:
         num_bytes = math.prod(shape) * dtype.itemsize
         read = self._reader_of(source)
         row_bytes = num_bytes // shape[0] if shape and shape[0] else 0
+        part = range(num_bytes)
+        if wanted.rows is not None:
+            part = range(wanted.rows.start * row_bytes, wanted.rows.stop * row_bytes)
         if wanted.copy_rows is not None and 0 < row_bytes <= self.buffer_bytes:
             step = self.buffer_bytes // row_bytes * row_bytes
-            for start, piece in self._pieces(read, num_bytes, step):
+            for start, piece in self._pieces(read, part, step):
                 wanted.copy_rows(piece.view(dtype).view(-1, *shape[1:]), start // row_bytes)
             return
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         flat = whole.view(-1).view(torch.uint8)
-        for start, piece in self._pieces(read, num_bytes, self.buffer_bytes):
+        for start, piece in self._pieces(read, part, self.buffer_bytes):
             flat[start : start + len(piece)].copy_(piece, non_blocking=True)
         wanted.copy(whole)
 
-    def _pieces(self, read: Read, num_bytes: int, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces(self, read: Read, part: range, step: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(first byte, buffer with what is there), each to be copied by this lane's stream before the next is asked."""
-        for start in range(0, num_bytes, step):
+        for start in part[::step]:
             buffer, fetched = self.buffers[self._turn], self._fetched[self._turn]
             self._turn = 1 - self._turn
             if fetched is not None:
                 fetched.synchronize()
-            piece = buffer[: min(step, num_bytes - start)]
+            piece = buffer[: min(step, part.stop - start)]
             read(start, piece)
             yield start, piece
             if fetched is not None:

@@ -19,6 +19,7 @@ from rorqual.loader.layer import Layer, OwnNames, WantedTensor
 from rorqual.loader.staging import Lane, Staging
 from rorqual.ops.split_blocks import split_blocks
 from rorqual.platform import trim_heap
+from rorqual.quantization.integer import IntegerWeight
 
 _log = logging.getLogger(__name__)
 
@@ -163,14 +164,14 @@ def _hand_over(checkpoint: Checkpoint, name: str, tensor: WantedTensor, lane: La
     """Give a layer one tensor, in the most compact form that it takes."""
     if tensor.format is None or checkpoint.integer_formats.get(name) != tensor.format:
         if lane is None:
-            tensor.copy(checkpoint.load(name))
+            tensor.copy(checkpoint.load(name, tensor.rows))
         else:
-            lane.hand_over(checkpoint.stored(name) or checkpoint.load(name), tensor)
+            lane.hand_over(checkpoint.stored(name) or checkpoint.load(name, tensor.rows), tensor)
     elif tensor.keep_blocks is not None:
-        tensor.keep_blocks(checkpoint.load_blocks(name))
+        tensor.keep_blocks(checkpoint.load_blocks(name, tensor.rows))
     else:
         assert tensor.keep is not None
-        tensor.keep(split_blocks(checkpoint.load_blocks(name)))
+        tensor.keep(split_blocks(checkpoint.load_blocks(name, tensor.rows)))
     checkpoint.release(name)
 
 
@@ -189,7 +190,8 @@ def fill_with_dummy_weights(
         if tensor.keep is not None:
             assert tensor.format is not None
             rows, columns = tensor.shape
-            tensor.keep(dummy_integers((rows, columns), tensor.format, tensor.name, seed=seed))
+            whole = dummy_integers((rows, columns), tensor.format, tensor.name, seed=seed)
+            tensor.keep(whole if tensor.rows is None else IntegerWeight.cat_rows([whole.slice_rows(tensor.rows)]))
             on_tensor(rows * columns)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.data_ptr() not in quantized:

@@ -70,6 +70,17 @@ class BlockMatrix:
         """Some rows, as a view."""
         return BlockMatrix(self.data[rows], self.format)
 
+    def slice_columns(self, columns: slice) -> BlockMatrix:
+        """Columns start..stop, copied. Raises ValueError where they do not begin and end with a block."""
+        start, stop, _ = columns.indices(self.shape[1])
+        layout = _LAYOUTS[self.format.name]
+        if start % layout.size or stop % layout.size:
+            raise ValueError(
+                f"stored columns of {self.format.name} are cut at multiples of {layout.size}, got {start} to {stop}"
+            )
+        first, last = (edge // layout.size * layout.block.itemsize for edge in (start, stop))
+        return BlockMatrix(self.data[:, first:last].contiguous(), self.format)
+
 
 class Split(NamedTuple):
     """What a run of blocks holds."""

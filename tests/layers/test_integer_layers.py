@@ -41,7 +41,7 @@ def stored(layer: torch.nn.Module, format_of=lambda want: want.format) -> dict[s
 
 def load(layer: torch.nn.Module, tensors: dict[str, IntegerWeight]) -> torch.nn.Module:
     for name, want in wanted_tensors(layer).items():
-        want.keep(tensors[name])
+        want.keep(tensors[name].slice_rows(want.rows or slice(None)))
     return layer
 
 

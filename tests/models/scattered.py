@@ -36,7 +36,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def loaded_model(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The model of a folder, ready to run; options as `Placement` takes them."""
     checkpoint = open_checkpoint(folder)
-    place = Placement(options.pop("mesh", Mesh.single()), dtype, CPU, options.pop("kv_cache_dtype", dtype), MAX_LEN, **options)
+    place = Placement(
+        options.pop("mesh", Mesh.single()), dtype, CPU, options.pop("kv_cache_dtype", dtype), MAX_LEN, **options
+    )
     model = build_model(checkpoint.config, place)
     assert isinstance(model, torch.nn.Module)
     load_weights(model, checkpoint, tied_tensors=model.tied_tensors, num_threads=1)

@@ -149,7 +149,7 @@ def test_a_tensor_that_cannot_be_rounded_is_refused_by_name(tmp_path, monkeypatc
     checkpoint = open_checkpoint(write_llama(tmp_path / "m.gguf", lambda _name: Type.F32))
     load_plain = checkpoint.load
     name = "model.layers.1.mlp.up_proj.weight"
-    monkeypatch.setattr(checkpoint, "load", lambda n: load_plain(n) * (1e9 if n == name else 1))
+    monkeypatch.setattr(checkpoint, "load", lambda n, _rows: load_plain(n) * (1e9 if n == name else 1))
     model = built(checkpoint, IntegerQuantization(dynamic=True, linear=Q8_0))
     with pytest.raises(ValueError, match=rf"tensor {name} in .*format q8_0 cannot hold"):
         load(model, checkpoint)
