@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from rorqual.server.settings import ServerSettings
 if TYPE_CHECKING:
     from rorqual.server.listener import HTTPServer
     from rorqual.server.process_client import ProcessEngineClient
-    from rorqual.server.router.policy import Replica
     from rorqual.server.router.processes import ReplicaProcesses
     from rorqual.tokenizer.tokenizer import Tokenizer
 
@@ -49,9 +48,8 @@ def run(settings: Settings) -> int:
     with ending_by_sigterm():
         sock = bind(options)
         if config.data_parallel_size > 1 and config.data_parallel_rank is None:
-            _serve_replicas(sock, config, options, routing)
-        else:
-            serve_on(sock, config, options)
+            return _serve_replicas(sock, config, options, routing)
+        serve_on(sock, config, options)
     return 0
 
 
@@ -75,8 +73,9 @@ def serve_on(sock: socket.socket, config: EngineConfig, options: ServerSettings,
 
 def _serve_replicas(
     sock: socket.socket, config: EngineConfig, options: ServerSettings, routing: RoutingSettings
-) -> None:
-    """Serve several replicas on a socket until a signal, and close it. Raises ValueError."""
+) -> int:
+    """Serve several replicas on a socket until a signal, and close it; returns the exit code. Raises ValueError where
+    they cannot be started."""
     from rorqual.server.router.plans import plans_for
     from rorqual.server.router.processes import ReplicaProcesses
 
@@ -84,9 +83,13 @@ def _serve_replicas(
         options, _ = _open(config, options)  # so that what is wrong is said once
         plans = plans_for(config, options)
         processes = ReplicaProcesses(REPLICA, plans, routing, tied=config.enable_expert_parallel)
-        failure = asyncio.run(_route(processes, options, routing, sock))
-    if failure is not None:
-        raise ValueError(failure)
+        asyncio.run(_route(processes, options, routing, sock))
+    if processes.failure is None:
+        return 0
+    if not processes.have_started:
+        raise ValueError(processes.failure)
+    say(f"rorqual: error: {processes.failure}")
+    return 1
 
 
 @contextlib.contextmanager
@@ -156,14 +159,14 @@ async def _announce(engine: ProcessEngineClient, server: HTTPServer, place: str)
 
 async def _route(
     processes: ReplicaProcesses, options: ServerSettings, routing: RoutingSettings, sock: socket.socket
-) -> str | None:
-    """Start replicas and serve what they do; returns why they could not go on, if they could not."""
+) -> None:
+    """Start replicas and serve what they do."""
     from rorqual.server.listener import HTTPServer, address_of
     from rorqual.server.router.app import create_router
 
     app = create_router(processes.replicas, routing, options, publish_replicas=True)
     server = HTTPServer(app, options)
-    announcing = asyncio.create_task(_announce_replicas(processes.replicas, address_of(sock, options)))
+    announcing = asyncio.create_task(_announce_replicas(processes, address_of(sock, options)))
 
     def end() -> None:
         server.should_exit = True
@@ -176,14 +179,13 @@ async def _route(
         announcing.cancel()
         app.state.serving.abort_all()
         await processes.stop()
-    return processes.failure
 
 
-async def _announce_replicas(replicas: Sequence[Replica], address: str) -> None:
+async def _announce_replicas(processes: ReplicaProcesses, address: str) -> None:
     """Print the banner once all are there."""
-    while not all(replica.has_been_healthy for replica in replicas):
+    while not processes.have_started:
         await asyncio.sleep(0.1)
-    say(f"serving  {address}\nreplicas {len(replicas)}\npaths    {ENDPOINTS}")
+    say(f"serving  {address}\nreplicas {len(processes.replicas)}\npaths    {ENDPOINTS}")
 
 
 @contextlib.contextmanager

@@ -133,7 +133,11 @@ class HttpClient:
         """
         target = self._prefix + (path.encode() if isinstance(path, str) else path)
         sent = [*self._headers, *headers, (b"Content-Length", str(len(body)).encode())]
-        connection, response = await self._exchange(h11.Request(method=method, target=target, headers=sent), body)
+        try:
+            asked = h11.Request(method=method, target=target, headers=sent)
+        except h11.LocalProtocolError as error:
+            raise HttpError("not sent", f"this is no HTTP request: {error}") from None
+        connection, response = await self._exchange(asked, body)
         try:
             yield response
         finally:

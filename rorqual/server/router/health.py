@@ -47,6 +47,10 @@ class HealthChecks:
         """A request could not be sent to a replica, or got no whole answer: nobody else gets sent there before it has
         answered again."""
         self._out(replica, str(error))
+        self.ask_soon(replica)
+
+    def ask_soon(self, replica: Replica) -> None:
+        """A replica has refused a request, and may say why."""
         self._soon[replica].set()
 
     async def _watch(self, replica: Replica, first: asyncio.Event) -> None:

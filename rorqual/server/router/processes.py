@@ -69,8 +69,8 @@ class _Child:
 class ReplicaProcesses:
     """Starts a replica for each plan, each on a port of its own that the system chooses and that it keeps.
 
-    A replica that ends, or whose engine does, is started again. If it has never taken a request, or if they are `tied`,
-    that would be in vain: then all is over, and `failure` says why.
+    A replica that ends, or whose engine does, is started again. If it has never been well, or if they are `tied`, that
+    would be in vain: then all is over.
 
     Args:
         command: the program; it gets the number of its listening socket as last argument and an `Order`.
@@ -86,12 +86,19 @@ class ReplicaProcesses:
         self._children = [_Child(i, plan, _listen(0), settings) for i, plan in enumerate(plans)]
         self._watching: list[asyncio.Task[None]] = []
         self.failure: str | None = None
+        """Why all is over, if it is."""
         self.on_failure: Callable[[], None] = lambda: None
+        """Called then."""
 
     @property
     def replicas(self) -> list[Replica]:
         """As the router knows them."""
         return [child.replica for child in self._children]
+
+    @property
+    def have_started(self) -> bool:
+        """Whether all have been well once."""
+        return all(child.replica.has_been_healthy for child in self._children)
 
     async def start(self) -> None:
         """Start all. Raises OSError if a process cannot be started."""

@@ -112,6 +112,7 @@ class Proxy:
             ) as response:
                 replica.num_errors += response.status >= 500
                 if response.status == 503:
+                    self._checks.ask_soon(replica)
                     raise Unanswered(await _whole(response), was_sent=True)
                 reply.begin(response)
                 async for burst in response.bursts():

@@ -27,7 +27,7 @@ class RoutingSettings(StrictModel):
     prefix_index_blocks: Annotated[int, Field(ge=1)] = 65536
     """Blocks of 128 characters or 32 token ids that are remembered per replica, the newest ones: about what its KV
     cache holds, or more."""
-    health_check_path: Annotated[str, Field(pattern="^/")] = "/ready"
+    health_check_path: Annotated[str, Field(pattern="^/[!-~]*$")] = "/ready"
     """What replicas are asked for their health: 200 is well."""
     health_check_interval: Seconds = 1.0
     """Seconds from a health check to the next."""
