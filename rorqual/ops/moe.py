@@ -89,7 +89,7 @@ def route_scores(
     else:
         choice = scores if bias is None else scores + bias
         if top_groups < num_groups:
-            grouped = choice.view(*choice.shape[:-1], num_groups, -1)
+            grouped = choice.view(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
             best_groups = _best(grouped.topk(2, -1).values.sum(-1), top_groups)
             kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best_groups, True)
             choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)

@@ -32,6 +32,7 @@ def _hashed(dtype: torch.dtype, num_tokens: int = 9, **options: Any) -> Call:
 
 SCORE_CASES: dict[str, Callable[[], Call]] = {
     "none": lambda: _scored(normal(0, 8), 2),
+    "none_in_groups": lambda: _scored(normal(0, 8), 2, num_groups=4, top_groups=2),
     "one_of_one": lambda: _scored(normal(3, 1), 1),
     "sigmoid": lambda: _scored(normal(9, 20), 3, bias=_bias(20)),
     "sqrtsoftplus": lambda: _scored(normal(9, 256), 6, "sqrtsoftplus", bias=_bias(256), scale=1.5),
