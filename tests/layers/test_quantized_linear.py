@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,13 +45,16 @@ def checkpoint_of(make_plain: torch.nn.Module, scheme: Scheme) -> tuple[Tensors,
 
 
 def load(layer: torch.nn.Module, tensors: Tensors, *, prepare: bool = True) -> torch.nn.Module:
-    """Fill one rank's layer from whole tensors, every name once, and prepare it as the loader does."""
+    """Fill one rank's layer from whole tensors, every name once, and prepare it as the loader does; what is left are
+    other ranks' experts."""
     left = dict(tensors)
     for want in wanted_tensors(layer).values():
         (name,) = {want.name, *want.aliases} & left.keys()
         assert left[name].shape == want.shape
         want.copy(left.pop(name))
-    assert not left
+    names = (at for prefix, it in layer.named_modules() if isinstance(it, Layer) for at in it.elsewhere(prefix))
+    elsewhere = tuple(f"{name}." for name in names)
+    assert all(name.startswith(elsewhere) for name in left)
     for module in layer.modules() if prepare else ():
         if isinstance(module, Layer):
             module.prepare()
@@ -301,20 +305,23 @@ def test_feed_forward_whose_down_projection_is_not_quantised():
     assert isinstance(layer.down_proj.operand, torch.Tensor)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_experts_of_the_ranks_sum_to_one(name, size):
+def test_experts_of_the_ranks_sum_to_one(name, size, whole):
     def make(mesh, quantization=None):
-        return in_model(Experts(3, HIDDEN, 40, mesh=mesh, quantization=quantization, **PLACE))
+        return in_model(Experts(4, HIDDEN, 40, mesh=mesh, quantization=quantization, **PLACE))
 
     files, plain = checkpoint_of(make(Mesh.single()), SCHEMES[name])
-    x, routing = normal(4, HIDDEN, seed=5), route_softmax(normal(4, 3), top_k=2, renormalize=True)
+    x, routing = normal(4, HIDDEN, seed=5), route_softmax(normal(4, 4), top_k=2, renormalize=True)
     want = torch.zeros(4, HIDDEN)
     for token in range(4):
         for expert, weight in zip(routing.expert_ids[token].tolist(), routing.weights[token], strict=True):
             gate, up, down = (plain[f"0.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
             want[token] += weight * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
-    layers = [load(make(mesh, weight_only(SCHEMES[name])), files)[0] for mesh in ranks(size)]
+    meshes = [replace(mesh, expert_parallel=whole) for mesh in ranks(size)]
+    layers = [load(make(mesh, weight_only(SCHEMES[name])), files)[0] for mesh in meshes]
+    assert [len(layer.gate_up) for layer in layers] == [4 // size if whole else 4] * size
     total = sum(layer(x, routing) for layer in layers)
     torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
     assert all(
