@@ -68,10 +68,6 @@ class RankShare:
     """Bytes of an activation."""
     num_redundant_experts: int
 
-    def copies(self, kind: ExpertsCost) -> float:
-        """Replicas of an expert, on average."""
-        return 1 + self.num_redundant_experts / kind.num_experts
-
     def held_experts(self, kind: ExpertsCost) -> float:
         """Experts of a layer that this rank holds. Raises ValueError where the ranks cannot share them."""
         count, ranks = kind.num_experts + self.num_redundant_experts, self.topology.ep_size
@@ -156,8 +152,8 @@ class Planner:
             held = memory.dense + memory.tables + memory.experts
             raise ValueError(
                 f"a rank's weights take {_gib(held)} and a step {_gib(memory.activations + memory.workspaces)} of the "
-                f"{_gib(memory.total - memory.unused)} that --gpu-memory-utilization grants: more ranks, or "
-                "larger ones, must share them"
+                f"{_gib(memory.total - memory.unused)} that --gpu-memory-utilization grants: more or larger "
+                "GPUs must share them"
             )
         cache = self._cache(share, memory.kv_cache, max_num_seqs, context)
         if not cache.sequences:
@@ -235,8 +231,7 @@ class Planner:
         expert_bytes = expert_flops = 0.0
         tokens = running if topology.expert_parallel else sequences
         for kind in cost.experts:
-            copies = share.copies(kind)
-            hit = kind._replace(num_experts=round(kind.num_experts * copies)).expected_experts(tokens)
+            hit = kind._replace(num_experts=kind.num_experts + share.num_redundant_experts).expected_experts(tokens)
             expert_bytes += kind.num_layers * hit * kind.bytes_per_expert / topology.ep_size
             choices = tokens * kind.top_k / topology.ep_size
             expert_flops += 2.0 * choices * kind.num_layers * kind.values_per_expert
