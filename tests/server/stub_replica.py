@@ -37,7 +37,8 @@ class Stub:
     """A replica: it answers a completion with as many pieces as it wants tokens, each of which names it.
 
     `faults` are taken one per completion or response: "lost" closes the connection before an answer, "cut" after two
-    pieces and half of a third, "hang" waits after two pieces for `release`, a number is a status.
+    pieces and half of a third (or after half of an answer that is no stream), "hang" waits after two pieces for
+    `release`, a number is a status.
     """
 
     name: str
@@ -145,6 +146,11 @@ class Stub:
             if not asked.get("stream"):
                 if fault == "hang":
                     await self._hang(reader)
+                if fault == "cut":
+                    await send(h11.Response(status_code=200, headers=[("content-length", "9")]), h11.Data(data=b"half"))
+                    await asyncio.sleep(0.01)
+                    writer.transport.abort()
+                    raise ConnectionError
                 await whole(200, {"id": f"resp_{self.name}{self.num_responses}", "name": self.name})
                 return
             await send(h11.Response(status_code=200, headers=STREAM_HEADERS))
@@ -215,19 +221,21 @@ class Routed:
 
 
 @contextlib.asynccontextmanager
-async def routed(*names: str, publish_replicas: bool = False, **settings: Any) -> AsyncIterator[Routed]:
+async def routed(
+    *names: str, publish_replicas: bool = False, listener: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Routed]:
     """A router in front of stubs. Health is checked often."""
     stubs = [Stub(name) for name in names]
     for stub in stubs:
         await stub.start()
     routing = RoutingSettings(**({"health_check_interval": 0.05} | settings))
-    listener = ListenerSettings(port=0, drain_timeout=0.5)
+    listening = ListenerSettings(**({"port": 0, "drain_timeout": 0.5} | (listener or {})))
     replicas = [Replica(stub.url, routing) for stub in stubs]
-    app = create_router(replicas, routing, listener, publish_replicas=publish_replicas)
-    server = HTTPServer(app, listener)
-    with bind(listener) as sock:
+    app = create_router(replicas, routing, listening, publish_replicas=publish_replicas)
+    server = HTTPServer(app, listening)
+    with bind(listening) as sock:
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        url = address_of(sock, listener)
+        url = address_of(sock, listening)
         async with httpx.AsyncClient(base_url=url, timeout=10) as client:
             try:
                 yield Routed(url, client, app.state.serving, server, stubs)

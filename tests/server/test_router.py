@@ -72,6 +72,23 @@ async def test_a_client_that_leaves_ends_its_request():
         assert await router.complete() == "a"
 
 
+async def test_behind_a_path_and_for_pages_of_others():
+    listener = {"root_path": "/llm", "allowed_origins": ("http://page",)}
+    async with routed("a", listener=listener) as router:
+        origin = {"origin": "http://page"}
+        answer = await router.client.get("/v1/models?x=1", headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "http://page"
+        assert router.stubs[0].seen[-1].target == "/v1/models?x=1"
+        assert (await router.client.get("/health")).status_code == 200
+
+
+async def test_limits_are_kept_before_a_replica_hears_of_it():
+    async with routed("a", listener={"max_body_size": 100}) as router:
+        answer = await router.client.post("/v1/completions", json={"prompt": LONG})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert not router.stubs[0].seen
+
+
 # --- which replica
 
 
@@ -203,6 +220,15 @@ async def test_a_stream_that_breaks_ends_with_the_error():
         assert len(lines) == 3  # whole events only
         assert json.loads(lines[1])["choices"]
         assert json.loads(lines[-1])["error"]["code"] == "replica_lost"
+
+
+async def test_an_answer_that_breaks_is_not_whole():
+    async with routed("a", "b") as router:
+        for stub in router.stubs:
+            stub.faults.append("cut")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await router.complete()
+        assert sum(len(stub.seen) for stub in router.stubs) == 1  # it had begun: nobody else is asked
 
 
 async def test_a_response_that_breaks_ends_as_one_that_failed():

@@ -221,6 +221,7 @@ def test_sessions():
     assert asked({"user": "u", "prompt_cache_key": "k", "session_id": "s"}).session == "s"
     assert asked({"session_id": "s"}, headers={b"x-session-id": b"h"}).session == "h"
     assert asked({"user": 5}).session is None
+    assert asked({"user": "u" * 10_000}).session == "u" * 256
     assert wanted("GET", "/v1/models", {b"x-session-id": b"h"}, b"").session == "h"
 
 

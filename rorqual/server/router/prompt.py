@@ -19,6 +19,8 @@ from rorqual.server.router.prefix_index import blocks_of
 SESSION_HEADER = b"x-session-id"
 SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """The first that a body has."""
+MOST_CHARACTERS = 256
+"""Of a session's name; what is behind them makes no difference."""
 _RESPONSE = re.compile(r"/v1/responses/([^/]+)(/.*)?")
 
 
@@ -56,7 +58,7 @@ def wanted(method: str, path: str, headers: Mapping[bytes, bytes], body: bytes) 
     if not isinstance(fields, dict):
         return Wanted(session=session)
     named = (fields.get(name) for name in SESSION_FIELDS)
-    session = session or next((name for name in named if isinstance(name, str) and name), None)
+    session = session or next((name[:MOST_CHARACTERS] for name in named if isinstance(name, str) and name), None)
     try:
         prompt = _PROMPTS.get(path, _nothing)(fields)
     except RecursionError:  # values within values within values
