@@ -35,9 +35,9 @@ class PlanOptions(StrictModel):
     """Tokens that each of them has so far."""
     num_redundant_experts: Annotated[int, Field(ge=0)] = 0
     """Second copies of experts of each layer, with expert parallelism."""
-    exchange: Literal["buffers", "rows"] = "buffers"
-    """What replicas that share experts send in a decode step: whole buffers to every rank, as this version does, or
-    only the rows that a rank has experts for, as kernels could that learn the counts on the device."""
+    exchange: Literal["buffers", "rows"] | None = None
+    """What replicas that share experts send in a decode step: whole buffers to every rank, or only the rows that a rank
+    has experts for. Default: buffers within a host, rows beyond, as the engine does."""
     gpu_memory: ByteSize | None = None
     """A GPU's memory, e.g. 80GiB. Default: the GPU's."""
     hbm_rate: Rate | None = None

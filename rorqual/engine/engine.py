@@ -208,7 +208,10 @@ class Engine:
         said = self._world.replicas.all_say(num_tokens, int(decodes))
         most_tokens = max(tokens for tokens, _ in said)
         self._others_work = most_tokens > 0
-        return ExchangeSize(most_tokens, fixed=all(kind for _, kind in said)) if most_tokens else None
+        # Buffers of one size travel whole, to every rank: between hosts that costs more than to wait for counts.
+        on_one_host = self._world.local_size == self._world.mesh.world_size
+        fixed = on_one_host and all(kind for _, kind in said)
+        return ExchangeSize(most_tokens, fixed) if most_tokens else None
 
     @property
     def steps_with_others(self) -> bool:

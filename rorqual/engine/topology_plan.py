@@ -112,18 +112,19 @@ class Planner:
         utilization: float = 0.9,
         max_num_seqs: int | None = None,
         num_redundant_experts: int = 0,
-        exchange: Literal["buffers", "rows"] = "buffers",
+        exchange: Literal["buffers", "rows"] | None = None,
     ) -> None:
         """`resolved` is one rank's; max_num_seqs None is 256 a replica, or what the largest batch needs.
 
-        exchange: of decode steps between replicas that share experts. "buffers" go to every rank whole, which is how
-        the engine does it; "rows" go only to the ranks that hold one of their experts, which is the least.
+        exchange: of decode steps between replicas that share experts. "buffers" go to every rank whole; "rows" go only
+        to the ranks that hold one of their experts, which is the least. By default what the engine does: buffers within
+        a host, rows beyond.
         """
         hosts.check()
         self.gpu, self.hosts = gpu, hosts
         self._hf_config, self._resolved = hf_config, resolved
         self._utilization, self._max_num_seqs = utilization, max_num_seqs
-        self._num_redundant_experts, self._buffers = num_redundant_experts, exchange == "buffers"
+        self._num_redundant_experts, self._exchange = num_redundant_experts, exchange
         self._built: dict[tuple[int, bool], RankShare] = {}
         held = resolved.quantization or read_weight_quantization(hf_config)
         low = isinstance(held, WeightQuantization) and held.experts.activation is not None
@@ -274,10 +275,11 @@ class Planner:
             return Exchange()
         near, far = self.hosts.peers(topology.ep_size)
         tokens = -(-sequences // topology.tp_size)
+        buffers = not far if self._exchange is None else self._exchange == "buffers"
         calls, sent, returned = 0, 0.0, 0.0
         for kind in share.cost.experts:
             held, calls_each, hit = share.held_experts(kind), 2, 1.0
-            if self._buffers:  # rows, choices and sums, as many rows at once as there is room for
+            if buffers:  # rows, choices and sums, as many rows at once as there is room for
                 calls_each = 3 * -(-tokens // max(1, ROWS_TOGETHER // topology.ep_size))
             else:
                 hit = chance_of_a_choice(held, held * topology.ep_size, kind.top_k)
@@ -285,7 +287,7 @@ class Planner:
             calls += kind.num_layers * calls_each
             returned += kind.num_layers * hit * tokens * row_bytes
             sent += kind.num_layers * hit * tokens * (row_bytes + 8 * kind.top_k)
-        there = _gathered(sent, near, far) if self._buffers else (near * sent, far * sent)
+        there = _gathered(sent, near, far) if buffers else (near * sent, far * sent)
         over = there[0] + near * returned, there[1] + far * returned
         return self._exchange_of(calls, (near + far) * (sent + returned), over)
 
