@@ -34,6 +34,9 @@ class Choices(NamedTuple):
 Compute = Callable[[torch.Tensor, Choices], torch.Tensor]
 """Rows [n, hidden_size], and their choices by the number that an expert has on this rank -> for each row the weighted
 sum over those that are here, in the rows' dtype. Other numbers are to be skipped."""
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+"""[num_parts, rows, hidden_size] -> [rows, hidden_size]: added up from the first to the last in float32, and rounded
+once."""
 
 
 class ExpertPlacement:
@@ -68,8 +71,10 @@ class ExpertExchange:
     Of a replica's tokens each of its ranks sends a share; in the end all of them have all results.
     """
 
-    def __init__(self, mesh: Mesh, placement: ExpertPlacement, *, rows_together: int = ROWS_TOGETHER) -> None:
-        self._mesh, self._placement = mesh, placement
+    def __init__(
+        self, mesh: Mesh, placement: ExpertPlacement, *, add_up: AddUp, rows_together: int = ROWS_TOGETHER
+    ) -> None:
+        self._mesh, self._placement, self._add_up = mesh, placement, add_up
         self._most_rows = max(1, rows_together // mesh.ep_size)
 
     def run(
@@ -93,18 +98,20 @@ class ExpertExchange:
         share = -(-num_tokens // tp_size)
         mine = slice(self._mesh.tp_rank * share, (self._mesh.tp_rank + 1) * share)
         x, choices = x[mine], Choices(self._placement.places(expert_ids[mine]), weights[mine])
-        out = x.new_empty((share, x.shape[1]))
         most = -(-size.most_tokens // tp_size)
+        found = [x[:0]]
         for start in range(0, most, self._most_rows):
             stop = min(start + self._most_rows, most)
             rows, chosen = x[start:stop], Choices(*(part[start:stop] for part in choices))
             if size.fixed:
-                out[start : start + len(rows)] = self._to_everybody(rows, chosen, stop - start, compute)
+                found.append(self._to_everybody(rows, chosen, stop - start, compute))
             else:
-                out[start : start + len(rows)] = self._to_those_concerned(rows, chosen, compute)
+                found.append(self._to_those_concerned(rows, chosen, compute))
+        out = found[-1] if len(found) <= 2 else torch.cat(found)
         if tp_size == 1 or not num_tokens:
             return out
         assert self._mesh.tp is not None, "several ranks need a group"
+        out = _filled_up(out, share)
         return self._mesh.tp.gather(out).flatten(0, 1)[:num_tokens]
 
     def _to_everybody(self, x: torch.Tensor, choices: Choices, capacity: int, compute: Compute) -> torch.Tensor:
@@ -113,15 +120,12 @@ class ExpertExchange:
         Any rank may be wanted by all rows, so buffers of one size must have room for all, and travel whole however few
         are in use. So they are filled with all rows, which takes no sorting; a rank skips what is not for it.
         """
-        group, filled = self._group(), capacity - len(x)
-        rows = group.gather(F.pad(x, (0, 0, 0, filled))).flatten(0, 1)
-        padded = Choices(F.pad(choices.ids, (0, 0, 0, filled), value=-1), F.pad(choices.weights, (0, 0, 0, filled)))
-        answers = compute(rows, self._unpack(group.gather(_pack(padded)).flatten(0, 1)))
+        group = self._group()
+        rows = group.gather(_filled_up(x, capacity)).flatten(0, 1)
+        ids, weights = _filled_up(choices.ids, capacity, with_value=-1), _filled_up(choices.weights, capacity)
+        answers = compute(rows, self._unpack(group.gather(_pack(Choices(ids, weights))).flatten(0, 1)))
         returned = group.all_to_all(answers).view(group.size, capacity, -1)
-        total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        for part in returned:
-            total += part[: len(x)]
-        return total.to(x.dtype)
+        return self._add_up(returned[:, : len(x)])
 
     def _to_those_concerned(self, x: torch.Tensor, choices: Choices, compute: Compute) -> torch.Tensor:
         """Each row once to each rank that has one of its experts; their numbers go ahead."""
@@ -147,6 +151,11 @@ class ExpertExchange:
     def _group(self) -> RankGroup:
         assert self._mesh.ep is not None, "several replicas need a group"
         return self._mesh.ep
+
+
+def _filled_up(x: torch.Tensor, rows: int, *, with_value: int = 0) -> torch.Tensor:
+    """x with so many rows, the further ones of a value."""
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)), value=with_value)
 
 
 def _pack(choices: Choices) -> torch.Tensor:

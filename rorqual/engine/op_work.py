@@ -161,5 +161,6 @@ _COUNTS: dict[str, Callable[[Arguments, Any], Work]] = ROW_COUNTS | {
     "route_softmax": _elementwise,
     "silu_and_mul": _elementwise,
     "sparse_moe_block": _sparse_moe_block,
+    "sum_in_order": _elementwise,
     "store_kvcache": _store,
 }

@@ -26,6 +26,7 @@ from rorqual.ops.moe import (
     prepare_experts,
     route_softmax,
 )
+from rorqual.ops.sum_in_order import sum_in_order
 from rorqual.quantization import QuantFormat
 
 
@@ -54,8 +55,10 @@ class Experts(Layer):
         self.mesh, self.names, self.swiglu_limit = mesh, names, swiglu_limit
         self.num_experts, self.placement = num_experts, ExpertPlacement(num_experts, mesh)
         held = range(num_experts)[self.placement.held]
-        self.exchange = ExpertExchange(mesh, self.placement) if mesh.expert_parallel and mesh.dp_size > 1 else None
+        self.exchange: ExpertExchange | None = None
         """How tokens get to experts of ranks that have other tokens."""
+        if mesh.expert_parallel and mesh.dp_size > 1:
+            self.exchange = ExpertExchange(mesh, self.placement, add_up=sum_in_order)
         rows = slice(0, intermediate_size)
         if mesh.ep_size == 1:
             rows = mesh.shard(intermediate_size, what="moe_intermediate_size")

@@ -13,6 +13,7 @@ from rorqual.distributed.expert_exchange import Choices, ExpertExchange, ExpertP
 from rorqual.ops.linear import prepare_weight
 from rorqual.ops.moe import ExpertWeights, Routing, fused_experts
 from rorqual.ops.registry import load_backends
+from rorqual.ops.sum_in_order import sum_in_order
 from tests.distributed.ranks import connect, on_ranks
 from tests.ops.values import normal
 
@@ -92,7 +93,7 @@ def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, 
             alone = (fused_experts(*each) for each in _rows(rows, weights, choices))
             return torch.cat((rows[:0], *alone))
 
-        exchange = ExpertExchange(mesh, placement, rows_together=step.rows_together)
+        exchange = ExpertExchange(mesh, placement, add_up=sum_in_order, rows_together=step.rows_together)
         x, routing = step.inputs(mesh.dp_rank, dtype)
         most = max(step.num_tokens) if step.most is None else step.most
         found[name] = [exchange.run(x, *routing, ExchangeSize(most, fixed), compute) for fixed in (True, False)]

@@ -95,6 +95,16 @@ def _experts(
     return (view(normal(tokens, hidden, dtype=dtype)), ExpertWeights(gate_up, down, None, limit), Routing(*routing)), {}
 
 
+_SUMS: dict[str, Callable[[], Call]] = {
+    "two": lambda: ((normal(2, 3, 40, dtype=BF16),), {}),
+    "none": lambda: ((torch.zeros(3, 0, 16),), {}),
+    "one": lambda: ((normal(1, 5, 7),), {}),
+    "many": lambda: ((normal(11, 9, 300, dtype=BF16) * 100,), {}),
+    "some_rows": lambda: ((normal(4, 9, 33)[:, :5],), {}),
+    "strided": lambda: ((every_other(normal(3, 4, 20, dtype=torch.float16)),), {}),
+}
+
+
 _EXPERTS: dict[str, Callable[[], Call]] = {
     "none": lambda: _experts(0, 4, 2),
     "one": lambda: _experts(1, 4, 2),
@@ -129,6 +139,7 @@ CASES: dict[str, dict[str, Callable[[], Call]]] = {
     "rotary_embedding": ROPE_CASES,
     "quantize": QUANTIZE_CASES,
     "silu_and_mul": _GATE,
+    "sum_in_order": _SUMS,
     "route_softmax": _ROUTE,
     "route_scores": SCORE_CASES,
     "allocate_experts": {

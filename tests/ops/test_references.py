@@ -15,6 +15,7 @@ from rorqual.ops.moe import ExpertWeights, Routing, fused_experts, route_scores,
 from rorqual.ops.rope import rotary_embedding
 from rorqual.ops.silu_and_mul import silu_and_mul
 from rorqual.ops.store_kvcache import store_kvcache
+from rorqual.ops.sum_in_order import sum_in_order
 from tests.ops.cases import CASES, normal
 from tests.ops.paged_cases import ATTENTION_CASES, STORE_CASES, PagedCase, make_caches
 
@@ -277,6 +278,22 @@ def test_fused_experts_is_the_sum_over_each_tokens_experts(name):
     assert got.dtype == x.dtype
     step = 2**-7 if x.dtype == BF16 else 1e-6  # rounded after every product
     np.testing.assert_allclose(array(got), want, rtol=step, atol=3 * step * np.abs(want).max(initial=0))
+
+
+@pytest.mark.parametrize("name", CASES["sum_in_order"])
+def test_sum_in_order_is_its_formula(name):
+    (parts,), options = CASES["sum_in_order"][name]()
+    got = sum_in_order.reference(parts, **options)
+    assert (got.dtype, got.shape) == (parts.dtype, parts.shape[1:])
+    exact = array(parts).sum(0)
+    steps = torch.finfo(parts.dtype).eps * np.abs(exact) / 2 + 1e-6 * np.abs(array(parts)).sum(0)
+    assert (np.abs(array(got) - exact) <= steps).all()
+
+
+def test_sum_in_order_adds_the_first_first():
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)]).view(4, 1, 1)
+    assert sum_in_order.reference(parts).item() == 0.0
+    assert sum_in_order.reference(parts.flip(0)).item() == 2.0
 
 
 def test_experts_take_prepared_weights():
