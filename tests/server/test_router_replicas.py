@@ -10,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests import tiny
+from tests.server.fake_engine import CHAT_TEMPLATE, EOS
 from tests.server.live import live
 from tests.server.served import LONG, NAME, OPTIONS, complete, model_folder, serve
 from tests.server.test_faults_signals import alive, soon
+from tests.unit.tiny_tokenizers import byte_level, save
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are looked up in /proc")
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
@@ -113,6 +117,31 @@ def listens(pid: int, port: int) -> bool:
         except OSError:
             continue
     return bool(inodes & found)
+
+
+@pytest.mark.slow
+def test_replicas_that_share_experts_say_what_one_server_says_and_end_together(tmp_path):
+    tokenizer = byte_level("qwen2")
+    eos = tokenizer.token_to_id(EOS)
+    options = tiny._MOE | {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": None, "eos_token_id": eos}
+    tiny.random_model("qwen3_moe", options).save_pretrained(tmp_path)
+    folder = save(tokenizer, tmp_path, {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
+    prompts = ["Hello", "the quick brown fox", "def f(x):", "1234567"]
+    with serve(model=folder) as one:
+        alone = [complete(one, prompt=prompt) for prompt in prompts]
+    assert len(set(alone)) > 1
+    with serve("--data-parallel-size=2", "--enable-expert-parallel", model=folder) as served:
+        with ThreadPoolExecutor(4) as pool:
+            said = list(pool.map(lambda prompt: complete(served, prompt=prompt), prompts * 2))
+        assert said == alone * 2
+        text = httpx.get(f"{served.url}/metrics").text
+        counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\d+)", text, re.MULTILINE)
+        assert all(int(count) > 0 for count in counts)
+        processes = children(served.process.pid)
+        os.kill(direct(direct(served.process.pid)[1])[0], signal.SIGKILL)
+        assert served.process.wait(20) == 1
+        assert "rorqual: error: replica" in served.text()
+        assert soon(lambda: not any(map(alive, processes)))
 
 
 @pytest.mark.slow
