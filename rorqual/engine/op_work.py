@@ -117,8 +117,10 @@ def _sparse_moe_block(given: Arguments, _result: Any) -> Work:
 
 
 def _fused_experts(given: Arguments, result: torch.Tensor) -> Work:
-    ids = given["routing"].expert_ids
-    work = _experts(given["experts"], ids.unique().numel(), ids.numel())
+    ids, experts = given["routing"].expert_ids, given["experts"]
+    if experts.num_everywhere is not None:
+        ids = ids[(ids >= 0) & (ids < len(experts.gate_up))]
+    work = _experts(experts, ids.unique().numel(), ids.numel())
     return Work(work.num_bytes + given["x"].nbytes + result.nbytes, work.flops)
 
 

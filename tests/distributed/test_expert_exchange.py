@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,11 +75,23 @@ def _rows(x: torch.Tensor, weights: ExpertWeights, choices: Choices) -> Iterator
         yield x[i : i + 1], weights, Routing(*(part[i : i + 1] for part in choices))
 
 
-def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
-    """What this rank has of each step, with buffers of a fixed size, and of the size needed; then of its replica's
-    last token alone."""
+class Found(NamedTuple):
+    """What a rank has of a step."""
+
+    fixed: torch.Tensor
+    """Of buffers of one size."""
+    exact: torch.Tensor
+    """Of those as large as needed."""
+    alone: torch.Tensor
+    """The replica's last token, computed in a step of its own."""
+    rows: tuple[int, int]
+    """Rows that the rank's experts were given in the first two."""
+
+
+def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, Found]:
     mesh, experts = connect(rank, store, tp=tp, dp=2, expert_parallel=True), all_experts(dtype)
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, Found] = {}
+    given: list[int] = []
     for name, step in STEPS.items():
         placement = ExpertPlacement(NUM_EXPERTS, mesh)
         if step.moved:
@@ -87,6 +100,7 @@ def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, 
         weights = ExpertWeights(*zip(*here, strict=True), num_everywhere=NUM_EXPERTS)
 
         def compute(rows: torch.Tensor, choices: Choices, weights: ExpertWeights = weights) -> torch.Tensor:
+            given.append(len(rows))
             if dtype is torch.bfloat16:
                 return fused_experts(rows, weights, Routing(*choices))
             # One by one: products in float32 are not the same to the bit for every number of rows.
@@ -96,10 +110,20 @@ def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, 
         exchange = ExpertExchange(mesh, placement, add_up=sum_in_order, rows_together=step.rows_together)
         x, routing = step.inputs(mesh.dp_rank, dtype)
         most = max(step.num_tokens) if step.most is None else step.most
-        found[name] = [exchange.run(x, *routing, ExchangeSize(most, fixed), compute) for fixed in (True, False)]
+        both, counts = [], []
+        for fixed in (True, False):
+            given.clear()
+            both.append(exchange.run(x, *routing, ExchangeSize(most, fixed), compute))
+            counts.append(sum(given))
         last = [part[-1:] for part in (x, *routing)]
-        found[name].append(exchange.run(*last, ExchangeSize(1, True), compute))
+        found[name] = Found(*both, exchange.run(*last, ExchangeSize(1, True), compute), tuple(counts))
     return found
+
+
+@functools.cache
+def found_by(tp: int, dtype: torch.dtype) -> list[dict[str, Found]]:
+    """What two replicas of tp ranks each have, by rank."""
+    return on_ranks(2 * tp, _exchanged, tp, dtype)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +138,29 @@ def _exchanged(rank: int, store: Any, tp: int, dtype: torch.dtype) -> dict[str, 
 )
 def test_every_token_gets_what_all_experts_on_one_rank_give_it(tp, dtype):
     everywhere = ExpertWeights(*zip(*all_experts(dtype), strict=True))
-    by_rank = on_ranks(2 * tp, _exchanged, tp, dtype)
+    by_rank = found_by(tp, dtype)
     for name, step in STEPS.items():
         for replica in range(2):
             x, routing = step.inputs(replica, dtype)
             want = fused_experts(x, everywhere, routing).float()
-            fixed, exact, alone = by_rank[replica * tp][name]
-            assert fixed.dtype == dtype
-            assert fixed.shape == x.shape
+            first, *others = (found[name] for found in by_rank[replica * tp : (replica + 1) * tp])
+            assert first.fixed.dtype == dtype
+            assert first.fixed.shape == x.shape
             largest = want.abs().max().item() if len(want) else 0.0
             close = 1e-6 * largest if dtype is torch.float32 else 2**-7 * largest
-            torch.testing.assert_close(fixed.float(), want, rtol=0, atol=close, msg=name)
-            assert torch.equal(exact, fixed), name
-            assert torch.equal(alone, fixed[-1:]), name
-            for other in by_rank[replica * tp + 1 : (replica + 1) * tp]:
-                assert all(torch.equal(*both) for both in zip(other[name], (fixed, exact, alone), strict=True)), name
+            torch.testing.assert_close(first.fixed.float(), want, rtol=0, atol=close, msg=name)
+            assert torch.equal(first.exact, first.fixed), name
+            assert torch.equal(first.alone, first.fixed[-1:]), name
+            for other in others:
+                assert all(torch.equal(*both) for both in zip(other[:3], first[:3], strict=True)), name
+
+
+def test_rows_go_once_to_each_rank_that_has_one_of_their_experts():
+    """Buffers of one size have room for as many tokens of all ranks as the replicas agreed on."""
+    by_rank = found_by(2, torch.bfloat16)
+    for name, step in STEPS.items():
+        ids = torch.cat([step.inputs(replica, torch.bfloat16)[1].expert_ids for replica in range(2)])
+        ranks = step.places()[ids] // (NUM_EXPERTS // 4)
+        agreed = max(step.num_tokens) if step.most is None else step.most
+        for rank, found in enumerate(by_rank):
+            assert found[name].rows == (4 * -(-agreed // 2), int((ranks == rank).any(1).sum())), name

@@ -17,6 +17,8 @@ def test_ranks_are_numbered_replica_by_replica():
     assert [mesh.rank for mesh in meshes] == [mesh.ep_rank for mesh in meshes] == list(range(6))
     assert meshes[3].tp_ranks == (2, 3)
     assert meshes[3].dp_ranks == (1, 3, 5)
+    assert meshes[3].ep_ranks == tuple(range(6))
+    assert Mesh.of_rank(1, tp_size=2, expert_parallel=True).ep_ranks == (1,), "who have the same tokens exchange none"
     assert [mesh.shard_experts(12) for mesh in meshes] == [slice(2 * i, 2 * i + 2) for i in range(6)]
     assert {rank for mesh in meshes for rank in mesh.tp_ranks} == set(range(6))
     with pytest.raises(ValueError, match="ranks go from 0 to 5, got 6"):

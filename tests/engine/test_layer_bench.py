@@ -13,6 +13,7 @@ from rorqual.ops.attention import paged_attention
 from rorqual.ops.decoder_blocks import Rotation, rotate_and_store
 from rorqual.ops.gated_linear import gated_linear
 from rorqual.ops.linear import linear
+from rorqual.ops.moe import ExpertWeights, Routing, fused_experts
 from rorqual.ops.registry import OPS, around
 from rorqual.ops.rms_norm import rms_norm
 from rorqual.ops.store_kvcache import LayerKV
@@ -109,6 +110,16 @@ def test_linear_counts_its_weight_bias_and_rows():
     assert work == (4 * (5 * 16 + 24 * 16 + 24 + 5 * 24), 2 * 5 * 16 * 24)
     norm = op_work(rms_norm, (x, torch.ones(16)), {"eps": 1e-6}, rms_norm(x, torch.ones(16), eps=1e-6))
     assert norm == (4 * (2 * 5 * 16 + 16), 0)
+
+
+def test_experts_count_the_choices_that_are_here():
+    """Expert 0 for the first token, both for the second; the first's other choice and the third's are elsewhere."""
+    weights = ((torch.zeros(24, 16),) * 2, (torch.zeros(16, 12),) * 2)
+    routing = Routing(torch.tensor([[0, -3], [1, 0], [2, 7]]), torch.ones(3, 2))
+    x, some = torch.zeros(3, 16), ExpertWeights(*weights, num_everywhere=12)
+    values = 24 * 16 + 16 * 12
+    work = op_work(fused_experts, (x, some, routing), {}, fused_experts(x, some, routing))
+    assert work == (4 * (2 * values + 2 * 3 * 16), 2 * 3 * values)
 
 
 def test_fused_ops_count_what_they_stand_for():
