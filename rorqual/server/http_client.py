@@ -103,6 +103,8 @@ class HttpClient:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the base URL must begin with http:// or https:// and name a host, got {base_url!r}")
+        if not (base_url.isascii() and base_url.isprintable()) or " " in base_url:
+            raise ValueError(f"the base URL must be of visible ASCII characters (others as %20), got {base_url!r}")
         self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").encode()
@@ -129,15 +131,11 @@ class HttpClient:
             body: all of it.
             headers: beside those of every request and the body's length.
 
-        Raises: HttpError; NoConnection.
+        Raises: HttpError; NoConnection; h11.LocalProtocolError for what is no HTTP.
         """
         target = self._prefix + (path.encode() if isinstance(path, str) else path)
         sent = [*self._headers, *headers, (b"Content-Length", str(len(body)).encode())]
-        try:
-            asked = h11.Request(method=method, target=target, headers=sent)
-        except h11.LocalProtocolError as error:
-            raise HttpError("not sent", f"this is no HTTP request: {error}") from None
-        connection, response = await self._exchange(asked, body)
+        connection, response = await self._exchange(h11.Request(method=method, target=target, headers=sent), body)
         try:
             yield response
         finally:

@@ -105,10 +105,10 @@ async def _stream(client):
         return error
 
 
-@pytest.mark.asyncio
-async def test_what_is_no_request_is_not_sent():
-    with pytest.raises(HttpError, match="this is no HTTP request"):
-        await ask(HttpClient("http://127.0.0.1:1"), headers=[(b"a", b"b\r\nc: d")])
+@pytest.mark.parametrize("url", ["http://a/b c", "http://ä", "http://a\n"])
+def test_a_url_that_could_not_be_sent_is_refused(url):
+    with pytest.raises(ValueError, match="visible ASCII"):
+        HttpClient(url)
 
 
 EVENTS = b"".join(b"data: %d\n\n" % i for i in range(6)) + b"event: x\r\ndata: y\r\n\r\n"

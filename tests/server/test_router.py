@@ -183,6 +183,15 @@ async def test_lost_before_the_first_byte_another_replica_answers():
         assert await router.complete(LONG) == second.name
 
 
+async def test_a_request_that_replicas_die_of_does_not_get_them_all():
+    async with routed("a", "b", "c") as router:
+        for stub in router.stubs:
+            stub.faults.append("lost")
+        answer = await router.client.post("/v1/completions", json={"prompt": LONG})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+        assert sum(len(stub.seen) for stub in router.stubs) == 2
+
+
 async def test_lost_before_the_first_byte_the_client_is_told():
     async with routed("a", "b", on_failure="fail") as router:
         first, second = router.by_name(await router.complete(LONG))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -19,7 +20,11 @@ from rorqual.server.router.reply import HOP_BY_HOP, Reply, handed_on
 from rorqual.server.router.settings import RoutingSettings
 
 _NOT_ASKED = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect"))
+Fate = Literal["unsent", "refused", "lost"]
+"""There was no connection; a 503; a connection that broke."""
 _ID = re.compile(r"[\w-]{1,256}")
+MOST_LOST = 2
+"""A request that so many replicas were lost with may be what they died of: no other gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,11 @@ class Asked:
 class Unanswered(Exception):
     """A replica has not answered, and the client knows nothing yet."""
 
-    def __init__(self, answer: Response, *, was_sent: bool) -> None:
+    def __init__(self, answer: Response, fate: Fate) -> None:
         super().__init__()
         self.answer = answer
         """For the client, if nobody else answers."""
-        self.was_sent = was_sent
-        """Whether the replica may have begun with it."""
+        self.fate = fate
 
 
 class Proxy:
@@ -85,6 +89,7 @@ class Proxy:
         if response_id is not None:
             await self._find_owner(asked, response_id)
         tried: list[Replica] = []
+        num_lost = 0
         answer: Response | None = None
         while (replica := balancer.choose(asked.wanted, without=tried)) is not None:
             if tried:
@@ -95,8 +100,9 @@ class Proxy:
             except Unanswered as failed:
                 tried.append(replica)
                 answer = failed.answer
-                policy_ends_it = failed.was_sent and self._settings.on_failure == "fail"
-                if policy_ends_it or response_id is not None or self._is_ending:
+                num_lost += failed.fate == "lost"
+                policy_ends_it = failed.fate != "unsent" and self._settings.on_failure == "fail"
+                if policy_ends_it or num_lost == MOST_LOST or response_id is not None or self._is_ending:
                     break
         if answer is None:
             raise self._nobody()
@@ -113,7 +119,7 @@ class Proxy:
                 replica.num_errors += response.status >= 500
                 if response.status == 503:
                     self._checks.ask_soon(replica)
-                    raise Unanswered(await _whole(response), was_sent=True)
+                    raise Unanswered(await _whole(response), "refused")
                 reply.begin(response)
                 async for burst in response.bursts():
                     await reply.push(burst)
@@ -124,7 +130,8 @@ class Proxy:
                 self._checks.note_lost(replica, error)
             lost = self._lost(replica, error)
             if not reply.has_begun:
-                raise Unanswered(lost.response(), was_sent=not isinstance(error, NoConnection)) from None
+                fate: Fate = "unsent" if isinstance(error, NoConnection) else "lost"
+                raise Unanswered(lost.response(), fate) from None
             await reply.break_off(lost)
         finally:
             replica.num_running -= 1
