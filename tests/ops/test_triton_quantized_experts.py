@@ -134,6 +134,23 @@ def test_triton_a_token_gets_the_same_from_quantised_experts_alone_and_from_ever
         assert torch.equal(run(x[i : i + 1], weights, alone)[0], want[i])
 
 
+@pytest.mark.parametrize(("format", "activation"), _FIRST)
+def test_triton_choices_of_quantised_experts_that_are_elsewhere_are_skipped(format, activation):
+    """As if they had no weight; experts 1 and 2 are here."""
+    weights, _ = experts(format, activation, 128, 64)
+    some = ExpertWeights(weights.gate_up[1:3], weights.down[1:3], activation, num_everywhere=NUM_EXPERTS)
+    for num_tokens in (1, 7):
+        x, chosen = inputs(num_tokens, 128), routing(num_tokens)
+        here = (chosen.expert_ids == 1) | (chosen.expert_ids == 2)
+        want = run(x, weights, Routing(chosen.expert_ids, chosen.weights * here))
+        torch.use_deterministic_algorithms(True)  # memory that was not written is NaN
+        try:
+            got = run(x, some, Routing(chosen.expert_ids - 1, chosen.weights))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("format", [MXFP4, FP8_BLOCK, FP8_BLOCK_UE8M0], ids=lambda format: format.name)
 @pytest.mark.parametrize(("rows", "columns"), [(192, 256), (72, 96)])
 def test_triton_experts_are_laid_out_where_they_are(format, rows, columns):
