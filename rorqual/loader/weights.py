@@ -85,7 +85,7 @@ def load_weights(
                 f"tensor {name} has shape {list(shape)} in {checkpoint.path}, "
                 f"and the config wants {list(tensor.shape)}: checkpoint and config.json do not belong together"
             )
-    _warn_untied(checkpoint, names, tied_tensors)
+    _warn_untied(checkpoint, {name: source for name, source in tied_tensors.items() if name in names}, wanted)
 
     num_wanted = sum(math.prod(tensor.shape) for tensor in wanted.values())
     twice = _Budget(num_wanted * _MOST_TWICE)
@@ -259,7 +259,10 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
 
 
-def _warn_untied(checkpoint: Checkpoint, names: set[str], tied_tensors: Mapping[str, str]) -> None:
+def _warn_untied(checkpoint: Checkpoint, tied_tensors: Mapping[str, str], wanted: Mapping[str, WantedTensor]) -> None:
+    """Of this rank's rows."""
     for name, source in tied_tensors.items():
-        if name in names and not torch.equal(checkpoint.load(name), checkpoint.load(source)):
+        rows = wanted[source].rows
+        repeated, kept = (checkpoint.load(each, rows)[rows or slice(None)] for each in (name, source))
+        if not torch.equal(repeated, kept):
             _log.warning("%s differs from %s, but the config ties them: using %s", name, source, source)

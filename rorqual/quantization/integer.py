@@ -200,7 +200,7 @@ class IntegerStack(tuple[IntegerWeight, ...]):
 def _rounded(weight: torch.Tensor, format: IntegerFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and minima of some rows."""
     groups = weight.float().reshape(weight.shape[0], weight.shape[1] // format.group, format.group)
-    if format is Q8_0:
+    if format == Q8_0:
         span = groups.abs().amax(-1) / 127
         low = torch.zeros_like(span)
     else:
@@ -212,7 +212,7 @@ def _rounded(weight: torch.Tensor, format: IntegerFormat) -> tuple[torch.Tensor,
     steps = scales.float()
     inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
     codes = (groups - minima.float()[..., None]).mul_(inverse[..., None]).round_()
-    codes = codes.clamp_(-127, 127).add_(format.offset) if format is Q8_0 else codes.clamp_(0, 15)
+    codes = codes.clamp_(-127, 127).add_(format.offset) if format == Q8_0 else codes.clamp_(0, 15)
     packed = codes.flatten(1).to(torch.uint8)
     if format.bits == 4:
         packed = packed[:, ::2] | packed[:, 1::2] << 4

@@ -128,6 +128,17 @@ def test_pages_that_a_rank_touches_of_a_mapped_file(tmp_path):
     assert share <= bytes_mapped(tmp_path / "model.safetensors") < 1.5 * share
 
 
+def test_a_tensor_that_repeats_another_is_compared_by_the_ranks_that_keep_the_rows(tmp_path, caplog):
+    repeated = torch.ones(8, 4)
+    repeated[5] = 2.0
+    checkpoint = saved(tmp_path, {"0.weight": torch.ones(8, 4), "head.weight": repeated})
+    for rank, mesh in enumerate(ranks(RANKS)):
+        layer = in_model(VocabParallelEmbedding(8, 4, mesh=mesh, **PLACE))
+        load_weights(layer, checkpoint, tied_tensors={"head.weight": "0.weight"}, num_threads=1)
+        assert ("head.weight differs from 0.weight" in caplog.text) == (rank == 2)
+        caplog.clear()
+
+
 # --- GGUF
 
 
