@@ -28,11 +28,10 @@ def main(fd: int) -> int:
     sock.set_inheritable(False)
     log_to_stderr(f"replica {order.number}: ")
     try:
-        serve_on(sock, EngineConfig(**order.config), ServerSettings(**order.settings), replica=order.number)
+        return serve_on(sock, EngineConfig(**order.config), ServerSettings(**order.settings), replica=order.number)
     except ValueError as error:
         print(f"rorqual: error: replica {order.number}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ def run(settings: Settings) -> int:
     config, options = settings.build(EngineConfig), settings.build(ServerSettings)
     routing = settings.build(RoutingSettings)
     log_to_stderr()
+    if config.node_rank or config.distributed_executor_backend == "torchrun":
+        from rorqual.engine.worker import follow_first_rank
+
+        if (code := follow_first_rank(config)) is not None:
+            return code
 
     from rorqual.server.listener import bind
 
@@ -49,12 +54,11 @@ def run(settings: Settings) -> int:
         sock = bind(options)
         if config.data_parallel_size > 1 and config.data_parallel_rank is None:
             return _serve_replicas(sock, config, options, routing)
-        serve_on(sock, config, options)
-    return 0
+        return serve_on(sock, config, options)
 
 
-def serve_on(sock: socket.socket, config: EngineConfig, options: ServerSettings, *, replica: int | None = None) -> None:
-    """Serve on a socket until a signal, and close it.
+def serve_on(sock: socket.socket, config: EngineConfig, options: ServerSettings, *, replica: int | None = None) -> int:
+    """Serve on a socket until a signal, and close it; returns the exit code, 1 if the engine has died.
 
     Args:
         sock: listens.
@@ -66,9 +70,13 @@ def serve_on(sock: socket.socket, config: EngineConfig, options: ServerSettings,
     """
     with _closing(sock, options):
         options, tokenizer = _open(config, options)
-        failure = asyncio.run(_serve(config, options, tokenizer, sock, replica))
-    if failure is not None:
+        failure, has_served = asyncio.run(_serve(config, options, tokenizer, sock, replica))
+    if failure is None:
+        return 0
+    if not has_served:
         raise ValueError(failure)
+    say(f"rorqual: error: the engine has died: {failure}")
+    return 1
 
 
 def _serve_replicas(
@@ -123,8 +131,8 @@ def _open(config: EngineConfig, options: ServerSettings) -> tuple[ServerSettings
 
 async def _serve(
     config: EngineConfig, options: ServerSettings, tokenizer: Tokenizer, sock: socket.socket, replica: int | None
-) -> str | None:
-    """Serve; returns why the model could not be loaded, if it could not."""
+) -> tuple[str | None, bool]:
+    """Serve; returns why the model could not be loaded or the engine has died, if so, and whether it was loaded."""
     from rorqual.server.app import create_app
     from rorqual.server.listener import HTTPServer, address_of
     from rorqual.server.process_client import ProcessEngineClient
@@ -140,8 +148,11 @@ async def _serve(
         await server.serve(sockets=[sock])
     finally:
         starting.cancel()
+        death = (engine.failure or "it has ended") if engine.state == "dead" else None
         await engine.close()
-    return (await starting) if starting.done() and not starting.cancelled() else None
+    if starting.done() and not starting.cancelled() and (failure := await starting) is not None:
+        return failure, False
+    return death, True
 
 
 async def _announce(engine: ProcessEngineClient, server: HTTPServer, place: str) -> str | None:
