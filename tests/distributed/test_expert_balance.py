@@ -147,6 +147,11 @@ def test_loads_are_those_of_the_last_steps_without_rows_that_fill_up():
         if not step:
             assert seen.tokens().tolist() == [[[3, 1, 2], [0, 0, 0]]]
     assert seen.tokens().tolist() == [[[2, 2, 2], [0, 0, 0]], [[2, 1, 3], [0, 0, 0]]]
+    seen = ExpertLoads(1, 1, window=3)
+    for step in range(5):
+        seen.record(0, torch.zeros(step, dtype=torch.int64))
+        seen.end_step()
+    assert seen.tokens().flatten().tolist() == [2, 3, 4]
     with pytest.raises(ValueError, match="at least one step long, got 0"):
         ExpertLoads(1, 1, window=0)
 
