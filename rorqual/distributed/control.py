@@ -14,7 +14,7 @@ _FIRST_BYTES = 1000
 """A message up to this size is one broadcast, as most are; longer ones are two."""
 
 
-class Command(msgspec.Struct, frozen=True, array_like=True):
+class Call(msgspec.Struct, frozen=True, array_like=True):
     """A call to repeat."""
 
     name: str
@@ -27,9 +27,9 @@ class ControlGroup:
     def __init__(self, group: RankGroup) -> None:
         assert group.backend == "gloo"
         self._group = group
-        self._unsent: list[Command] = []
+        self._unsent: list[Call] = []
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[Command])
+        self._decoder = msgspec.msgpack.Decoder(list[Call])
 
     @property
     def leads(self) -> bool:
@@ -38,7 +38,7 @@ class ControlGroup:
 
     def put(self, name: str, *args: Any) -> None:
         """Queue a call for the others; nothing is sent before `send`. Arguments are numbers, texts, lists, dicts."""
-        self._unsent.append(Command(name, args))
+        self._unsent.append(Call(name, args))
 
     def send(self) -> None:
         """Tell the others what was queued."""
@@ -52,7 +52,7 @@ class ControlGroup:
         if len(data) > _FIRST_BYTES:
             self._group.broadcast(data[_FIRST_BYTES:])
 
-    def receive(self) -> list[Command]:
+    def receive(self) -> list[Call]:
         """What the first rank tells; waits for it."""
         first = self._group.broadcast(torch.empty(8 + _FIRST_BYTES, dtype=torch.uint8))
         size = int.from_bytes(bytes(first[:8].tolist()), "little")

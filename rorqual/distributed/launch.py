@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 WORKER = (sys.executable, "-m", "rorqual.engine.worker")
-"""What is run; it reads an `Order` from its standard input, which then stays open as long as it shall live."""
+"""What is run; it reads an `RankOrder` from its standard input, which then stays open as long as it shall live."""
 SECONDS_TO_END = 5.0
 """What a rank gets to end by itself before it is killed."""
 
@@ -34,7 +34,7 @@ class Seat(msgspec.Struct, frozen=True):
     """Of the groups that exchange activations: "gloo" or "nccl"."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class RankOrder(msgspec.Struct, frozen=True):
     """What a started rank has to do."""
 
     seat: Seat
@@ -58,7 +58,7 @@ class Children:
             self._processes[seat.rank] = process
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # `fault` tells that it has ended
-                process.stdin.write(msgspec.json.encode(Order(seat, dict(options))) + b"\n")
+                process.stdin.write(msgspec.json.encode(RankOrder(seat, dict(options))) + b"\n")
                 process.stdin.flush()
 
     def fault(self) -> str | None:

@@ -137,4 +137,4 @@ def _wait(work: Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise PeerLost(str(error).split("\n", 1)[0]) from error
+        raise PeerLost("it is gone, or has not answered in time") from error

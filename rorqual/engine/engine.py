@@ -150,7 +150,7 @@ class Engine:
         assert control is not None
         assert not control.leads
         while True:
-            for name, args in ((command.name, command.args) for command in control.receive()):
+            for name, args in ((call.name, call.args) for call in control.receive()):
                 if name == "close":
                     return
                 if name == "step":

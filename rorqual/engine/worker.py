@@ -16,7 +16,7 @@ import traceback
 import msgspec
 
 from rorqual.config import EngineConfig
-from rorqual.distributed.launch import Order
+from rorqual.distributed.launch import RankOrder
 from rorqual.distributed.world import RankFailure, World, is_follower, join, run_node, seat_of_torchrun
 
 
@@ -51,7 +51,7 @@ def _follow(config: EngineConfig, world: World) -> int:
 def main() -> int:
     """Take the order and follow; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the first one decides
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.basicConfig(stream=sys.stderr, level=logging.ERROR, format="%(asctime)s %(levelname)s %(message)s")
     config = EngineConfig(**order.options)

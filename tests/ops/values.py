@@ -16,7 +16,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 def every_other(x: torch.Tensor) -> torch.Tensor:
     """The same values behind strides that no dimension's size explains."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan") if x.is_floating_point() else 0, dtype=x.dtype)
+    fill = float("nan") if x.is_floating_point() else 0
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), fill, dtype=x.dtype, device=x.device)
     wide[..., ::2] = x
     return wide[..., ::2]
 

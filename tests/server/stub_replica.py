@@ -14,7 +14,7 @@ import h11
 import httpx
 
 from rorqual.server.listener import HTTPServer, address_of, bind
-from rorqual.server.router.app import Routing, create_router
+from rorqual.server.router.app import RouterState, create_router
 from rorqual.server.router.policy import Replica
 from rorqual.server.router.settings import RoutingSettings
 from rorqual.server.settings import ListenerSettings
@@ -195,7 +195,7 @@ class Routed:
 
     url: str
     client: httpx.AsyncClient
-    state: Routing
+    state: RouterState
     server: HTTPServer
     stubs: list[Stub]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rorqual.server.router.policy import Balancer, Replica
-from rorqual.server.router.prefix_index import BLOCK_CHARACTERS, BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex, blocks_of
+from rorqual.server.router.prefix_index import BLOCK_CHARACTERS, BLOCK_TOKENS, MOST_BLOCKS, SentPrefixes, blocks_of
 from rorqual.server.router.prompt import Wanted, wanted
 from rorqual.server.router.settings import RoutingSettings
 
@@ -46,7 +46,7 @@ def test_equal_beginnings_have_equal_blocks():
 
 
 def test_the_newest_prompts_are_kept_and_of_an_old_one_its_beginning():
-    index = PrefixIndex(30)
+    index = SentPrefixes(30)
     first, second = blocks_of(TEXT, 1), blocks_of(TEXT, 2)
     index.add(first)
     assert index.match(first) == 20
@@ -62,7 +62,7 @@ def test_the_newest_prompts_are_kept_and_of_an_old_one_its_beginning():
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=20), st.integers(1, 12))
 def test_what_matches_is_what_a_search_from_the_beginning_finds(prompts, capacity):
-    index = PrefixIndex(capacity)
+    index = SentPrefixes(capacity)
     chains = []
     for choices in prompts:
         chain = [0]

@@ -24,7 +24,7 @@ from rorqual.server.router.settings import RoutingSettings
 from rorqual.server.settings import ListenerSettings
 
 
-class Routing:
+class RouterState:
     """The router's state; see `Drainable`."""
 
     def __init__(self, replicas: Sequence[Replica], settings: RoutingSettings) -> None:
@@ -61,7 +61,7 @@ def create_router(
         listener: of the address that the app is served on.
         publish_replicas: whether /metrics has those of the replicas too, which nobody else can read.
     """
-    state = Routing(replicas, settings)
+    state = RouterState(replicas, settings)
     metrics = RouterMetrics(state.balancer, state.proxy, with_replicas=publish_replicas)
 
     @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from rorqual.server.http_client import HttpClient
-from rorqual.server.router.prefix_index import PrefixIndex
+from rorqual.server.router.prefix_index import SentPrefixes
 from rorqual.server.router.prompt import Wanted
 from rorqual.server.router.settings import RoutingSettings
 
@@ -30,7 +30,7 @@ class Replica:
         self.url = url
         self.client = HttpClient(url, max_idle_s=0.5, connect_s=settings.health_check_timeout)
         """Servers keep idle connections for longer than that."""
-        self.prefixes = PrefixIndex(settings.prefix_index_blocks)
+        self.prefixes = SentPrefixes(settings.prefix_index_blocks)
         self.is_healthy = self.has_been_healthy = False
         self.failure: str | None = "it has not been asked for its health yet"
         """Why it is not healthy."""

@@ -27,7 +27,7 @@ def blocks_of(prompt: str | Sequence[int], seed: Hashable) -> list[int]:
     return found
 
 
-class PrefixIndex:
+class SentPrefixes:
     """A bounded set of such hashes, the least recently used of which give way.
 
     A block is used whenever one behind it is, and counts as used later than that one: what is there of a prompt is
