@@ -95,9 +95,18 @@ class EngineConfig(StrictModel):
     """Which of them this is, where each is started by itself and exchanges tokens with the others."""
     enable_expert_parallel: bool = False
     """Every rank holds some whole routed experts, instead of a part of each."""
-    distributed_executor_backend: Literal["mp", "torchrun", "ray"] = "mp"
+    enable_eplb: bool = False
+    """Move experts between ranks as tokens want them; with enable_expert_parallel."""
+    num_redundant_experts: Annotated[int, Field(ge=0)] = 0
+    """Places of each layer for second copies of the experts that most tokens want, so that replicas share them; with
+    enable_eplb, and rounded up until all ranks have as many."""
+    eplb_window_size: Annotated[int, Field(ge=1)] = 100
+    """Last steps whose tokens say where experts move."""
+    eplb_step_interval: Annotated[int, Field(ge=1)] = 3000
+    """Steps from one move to the next; the first comes after a quarter of them."""
+    distributed_executor_backend: Literal["mp", "torchrun"] = "mp"
     """Who starts the ranks: mp, this program, on one host or, with nnodes, on each; torchrun, which has started this
-    program once for each of them; ray, on a Ray cluster."""
+    program once for each of them."""
     nnodes: Annotated[int, Field(ge=1)] = 1
     """Hosts that share the ranks evenly; the same command runs on each, but for node_rank."""
     node_rank: Annotated[int, Field(ge=0)] = 0
@@ -169,6 +178,21 @@ class EngineConfig(StrictModel):
         if self.node_rank >= self.nnodes:
             raise ValueError(
                 f"node_rank goes from 0 to {self.nnodes - 1} with nnodes {self.nnodes}, got {self.node_rank}"
+            )
+        if self.enable_eplb and (world == 1 or not self.enable_expert_parallel):
+            raise ValueError(
+                "enable_eplb moves whole experts between ranks: it needs enable_expert_parallel and more than one rank "
+                "(tensor_parallel_size, data_parallel_size)"
+            )
+        if self.enable_eplb and self.num_redundant_experts and self.data_parallel_size == 1:
+            raise ValueError(
+                "num_redundant_experts are copies that replicas share out among them, and data_parallel_size is 1: "
+                "leave them out, or use more replicas"
+            )
+        if self.eplb_window_size > self.eplb_step_interval:
+            raise ValueError(
+                f"eplb_window_size must be 1 to {self.eplb_step_interval} steps, the eplb_step_interval, got "
+                f"{self.eplb_window_size}: choose a shorter window or a longer interval"
             )
         by_hand = self.nnodes > 1 and self.distributed_executor_backend == "mp"
         if by_hand and (self.master_addr is None or self.master_port is None):

@@ -33,8 +33,6 @@ class PlanOptions(StrictModel):
     """Sequences that decode at once, in all; several with commas. Default: 1, 32 for each GPU and 128 for each GPU."""
     context: TokenCount = 4096
     """Tokens that each of them has so far."""
-    num_redundant_experts: Annotated[int, Field(ge=0)] = 0
-    """Second copies of experts of each layer, with expert parallelism."""
     exchange: Literal["buffers", "rows"] | None = None
     """What replicas that share experts send in a decode step: whole buffers to every rank, or only the rows that a rank
     has experts for. Default: buffers within a host, rows beyond, as the engine does."""
@@ -104,7 +102,7 @@ def run(settings: Settings) -> int:
         hosts,
         utilization=config.gpu_memory_utilization,
         max_num_seqs=config.max_num_seqs,
-        num_redundant_experts=options.num_redundant_experts,
+        num_redundant_experts=config.num_redundant_experts,
         exchange=options.exchange,
     )
     if options.context > resolved.max_model_len:

@@ -165,6 +165,10 @@ class ExpertLoads:
         ids = expert_ids.flatten().long()
         self._now[layer].scatter_add_(0, ids.clamp(min=0), (ids >= 0).long())
 
+    def discard(self) -> None:
+        """Forget what was counted since the last step's end."""
+        self._now.zero_()
+
     def end_step(self) -> None:
         """What was counted since the last call is a step; the oldest one falls out of a full window."""
         self._steps[self._count % len(self._steps)].copy_(self._now)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rorqual.batch import ExchangeSize
+from rorqual.distributed.expert_balance import ExpertLayout
 from rorqual.distributed.mesh import Mesh
 from rorqual.distributed.rank_group import RankGroup
 
@@ -42,13 +43,21 @@ once."""
 class ExpertPlacement:
     """Which rank holds which expert, and under which number: this is the one place that says so.
 
-    Every rank has as many places, numbered rank by rank. Expert e is in place e, until there is a `table`.
+    Every rank has as many places, numbered rank by rank. Expert e is in place e, until there is a `table`. Where
+    experts are moved there may be more places than experts; the first experts are in them too, until they move.
     """
 
     def __init__(self, num_experts: int, mesh: Mesh) -> None:
         """Raises ValueError when the ranks cannot share the experts evenly."""
-        self.held = mesh.shard_experts(num_experts)
-        self.num_experts, self.per_rank, self._first = num_experts, self.held.stop - self.held.start, self.held.start
+        self.held: list[int]
+        """The experts that this rank loads, by place."""
+        if mesh.num_redundant_experts is None:
+            self.held = list(range(num_experts)[mesh.shard_experts(num_experts)])
+        else:
+            redundant, ranks = mesh.num_redundant_experts, mesh.ep_size
+            layout = ExpertLayout.initial(1, num_experts, num_redundant=redundant, num_ranks=ranks)
+            self.held = layout.on_rank(mesh.ep_rank)[0].tolist()
+        self.per_rank, self._first = len(self.held), mesh.ep_rank * len(self.held)
         self.table: torch.Tensor | None = None
         """[num_experts] int64: the place to which this replica's tokens go for an expert; the same on all its ranks."""
 

@@ -7,12 +7,15 @@ fetched from a rank that has it. All that makes up an expert moves, weights and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from rorqual.distributed.expert_balance import ExpertLayout
 from rorqual.distributed.rank_group import RankGroup
+
+PerPlace: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""A tensor of each place of a rank, of one shape and dtype: one by one, or [per_rank, ...]."""
 
 
 class Copy(NamedTuple):
@@ -84,16 +87,14 @@ def _sender_of(receiver: int, senders: int, receivers: int) -> int:
     return receiver // each if receiver < each * senders else receiver - each * senders
 
 
-def move_experts(
-    layers: Sequence[Sequence[torch.Tensor]], old: ExpertLayout, new: ExpertLayout, group: RankGroup
-) -> None:
+def move_experts(layers: Sequence[Sequence[PerPlace]], old: ExpertLayout, new: ExpertLayout, group: RankGroup) -> None:
     """Bring this rank's experts from the old layout to the new one, in place. All ranks of the group call it.
 
     Layer by layer and tensor by tensor, so that beside them there is room needed for one tensor's sent, fetched and
     copied experts only. No step may run meanwhile.
 
     Args:
-        layers: for each layer the tensors that make up its experts, [per_rank, ...] of any dtype and strides.
+        layers: for each layer the tensors that make up its experts, of any dtype and strides.
         group: the ranks of the layouts, in their order.
 
     Raises: ValueError for tensors, a group or layouts that do not fit; PeerLost where another rank is gone.
@@ -105,30 +106,31 @@ def move_experts(
             f"got tensors of {len(layers)} layers and {group.size} ranks"
         )
     for i, tensors in enumerate(layers):
-        if wrong := [tuple(x.shape) for x in tensors if not x.dim() or x.shape[0] != old.per_rank]:
-            raise ValueError(f"layer {i}: tensors must be of {old.per_rank} experts each, got a shape {wrong[0]}")
+        if wrong := [len(x) for x in tensors if len(x) != old.per_rank]:
+            raise ValueError(f"layer {i}: tensors must be of {old.per_rank} experts each, got {wrong[0]}")
     for tensors, movement in zip(layers, plan, strict=True):
         for x in tensors:
             _move(x, movement, group)
 
 
-def _move(x: torch.Tensor, movement: LayerMovement, group: RankGroup) -> None:
+def _move(x: PerPlace, movement: LayerMovement, group: RankGroup) -> None:
     """A place may be read and written, so all that is read is set aside before anything is written."""
     copies = movement.copies[group.rank]
     moved = [(target, x[source].clone()) for source, target in copies]
     if movement.fetches:  # for anybody: all ranks take part or none
         sent = [fetch for fetch in movement.fetches if fetch.sender == group.rank]
         received = [fetch for fetch in movement.fetches if fetch.receiver == group.rank]
-        rows = x.new_empty((len(sent), *x.shape[1:]))
+        like = x[0]
+        rows = like.new_empty((len(sent), *like.shape))
         for row, fetch in zip(rows, sent, strict=True):
             row.copy_(x[fetch.source])
-        size = x[0].numel() * x.element_size()
+        size = like.numel() * like.element_size()
         arrived = group.all_to_all(
             rows.flatten().view(torch.uint8),  # bytes, as not every group knows every dtype
             sent=[size * sum(fetch.receiver == rank for fetch in sent) for rank in range(group.size)],
             received=[size * sum(fetch.sender == rank for fetch in received) for rank in range(group.size)],
         )
-        fetched = arrived.view(x.dtype).view(len(received), *x.shape[1:])
+        fetched = arrived.view(like.dtype).view(len(received), *like.shape)
         moved += [(fetch.target, row) for fetch, row in zip(received, fetched, strict=True)]
     for target, row in moved:
         x[target].copy_(row)

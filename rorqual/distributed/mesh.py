@@ -33,6 +33,8 @@ class Mesh:
     """The ranks with this tp_rank, in the order of replicas."""
     ep: RankGroup | None = None
     """All ranks, where several replicas share the routed experts."""
+    num_redundant_experts: int | None = None
+    """Places for experts beyond one each, where experts are moved to balance ranks; None: they stay where they are."""
 
     @classmethod
     def single(cls) -> Mesh:
@@ -40,11 +42,26 @@ class Mesh:
         return cls()
 
     @classmethod
-    def of_rank(cls, rank: int, *, tp_size: int = 1, dp_size: int = 1, expert_parallel: bool = False) -> Mesh:
+    def of_rank(
+        cls,
+        rank: int,
+        *,
+        tp_size: int = 1,
+        dp_size: int = 1,
+        expert_parallel: bool = False,
+        num_redundant_experts: int | None = None,
+    ) -> Mesh:
         """The place of a rank of all, before it is connected. Raises ValueError for a rank that is not there."""
         if not 0 <= rank < tp_size * dp_size:
             raise ValueError(f"ranks go from 0 to {tp_size * dp_size - 1}, got {rank}")
-        return cls(rank % tp_size, tp_size, rank // tp_size, dp_size, expert_parallel)
+        return cls(
+            rank % tp_size,
+            tp_size,
+            rank // tp_size,
+            dp_size,
+            expert_parallel,
+            num_redundant_experts=num_redundant_experts,
+        )
 
     def connected(self, *, tp: RankGroup | None, dp: RankGroup | None, ep: RankGroup | None = None) -> Mesh:
         """The same place with the groups that it exchanges in."""

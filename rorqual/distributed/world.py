@@ -183,12 +183,18 @@ def is_follower(config: EngineConfig) -> bool:
 def start_world(config: EngineConfig) -> World:
     """This process's rank, the first one of its replica, with the others of this host started.
 
-    Raises ValueError for replicas that nobody has started, and RankFailure where a rank ends meanwhile.
+    Raises ValueError for replicas that nobody has started, or redundant experts that nobody would move; RankFailure
+    where a rank ends meanwhile.
     """
     if config.data_parallel_size > 1 and config.data_parallel_rank is None:
         raise ValueError(
             f"data_parallel_size {config.data_parallel_size} is for `rorqual serve`, which starts replicas and shares "
             "requests out: leave it at 1, or start an engine for each data_parallel_rank"
+        )
+    if config.num_redundant_experts and not config.enable_eplb:
+        raise ValueError(
+            f"num_redundant_experts ({config.num_redundant_experts}) are filled as tokens want experts: turn "
+            "enable_eplb on, or leave them out"
         )
     if world_size(config) == 1:
         return World()
@@ -275,6 +281,7 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
         tp_size=config.tensor_parallel_size,
         dp_size=config.data_parallel_size,
         expert_parallel=config.enable_expert_parallel,
+        num_redundant_experts=config.num_redundant_experts if config.enable_eplb else None,
     )
     world.mesh, world.local_size, world._children = mesh, seat.local_size, children
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

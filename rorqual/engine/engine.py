@@ -104,7 +104,7 @@ class Engine:
         with timed(self.start_seconds, "warm-up"):
             self.kernels = self._runner.warm_up()
             """Op -> backend that this model's calls get."""
-        self.resolved = self._runner.resolved
+        self.resolved, self._balancer = self._runner.resolved, self._runner.balancer
         self.generation_config = checkpoint.generation_config
         self.eos_token_ids = _eos_token_ids(checkpoint, self.tokenizer)
         self.vocab_size = self._runner.model.vocab_size
@@ -460,6 +460,9 @@ class Engine:
         if not chunks:
             if (exchange := self._agree(0, decodes=True)) is not None:
                 self._runner.run_idle(exchange)
+                if self._balancer is not None:
+                    self._balancer.discard()
+                    self._balancer.end_step()
             return None
         # The longest contexts go first: a device that starts with them does not end up with them alone.
         num_decodes = num_leading_rows(chunks)
@@ -483,6 +486,8 @@ class Engine:
         self._pacing.start(num_prompt_tokens)
         with self.stats.stage("forward"):
             hidden = self._runner.hidden_states(batch)
+            if self._balancer is not None:
+                self._balancer.end_step()
         with self.stats.stage("sample"):
             drawn, row_of = self._draw(chunks, wanted, hidden)
         prompts = [(chunk, row_of.get(i)) for i, chunk in enumerate(chunks[num_decodes:], num_decodes)]
@@ -499,6 +504,8 @@ class Engine:
             batch = replace(batch, exchange=exchange) if exchange is not None else batch
         with self.stats.stage("forward"):
             logits, token_ids = self._runner.decode(batch)
+            if self._balancer is not None:
+                self._balancer.end_step()
         with self.stats.stage("sample"):
             if draws is not None and token_ids is not None:
                 return Flight.of_decodes(rows, answers, Drawn.of(token_ids))

@@ -20,6 +20,7 @@ from rorqual.config import EngineConfig
 from rorqual.distributed.world import World
 from rorqual.engine.cuda_graphs import Decoded, DecodeGraphs, graph_sizes
 from rorqual.engine.decode_buffer import DecodeBuffer
+from rorqual.engine.expert_balancer import ExpertBalancer
 from rorqual.engine.memory import (
     CacheBudget,
     CacheSizing,
@@ -104,6 +105,11 @@ class ModelRunner:
         with told_when_full("loading the weights", self._memory):
             self.model = build_model(hf_config, place)
             self._load(config, checkpoint, progress=progress)
+            self.balancer: ExpertBalancer | None = None
+            """What moves experts between ranks, if they are to be moved."""
+            if mesh.num_redundant_experts is not None:
+                assert isinstance(self.model, torch.nn.Module)
+                self.balancer = ExpertBalancer(self.model, config, mesh, resolved.device)
             self.decode_buffer = DecodeBuffer(
                 max_num_seqs=resolved.max_num_seqs,
                 max_model_len=self.resolved.max_model_len,
@@ -179,6 +185,8 @@ class ModelRunner:
             self._size_cache(gpu_budget(plan))
             with told_when_full("taking the memory that was planned for", memory):
                 self._plan = self._fill(memory, plan)
+        if self.balancer is not None:
+            self.balancer.discard()
         return used
 
     def _measure(self, memory: DeviceMemory) -> MemoryPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from rorqual.ops.moe import (
     route_softmax,
 )
 from rorqual.ops.sum_in_order import sum_in_order
-from rorqual.quantization import QuantFormat
+from rorqual.quantization import QTensor, QuantFormat
 
 
 class Experts(Layer):
@@ -54,9 +54,11 @@ class Experts(Layer):
         super().__init__()
         self.mesh, self.names, self.swiglu_limit = mesh, names, swiglu_limit
         self.num_experts, self.placement = num_experts, ExpertPlacement(num_experts, mesh)
-        held = range(num_experts)[self.placement.held]
+        held = self.placement.held
         self.exchange: ExpertExchange | None = None
         """How tokens get to experts of ranks that have other tokens."""
+        self.on_choices: Callable[[torch.Tensor], None] | None = None
+        """Told which experts the tokens choose: [num_tokens, top_k]."""
         if mesh.expert_parallel and mesh.dp_size > 1:
             self.exchange = ExpertExchange(mesh, self.placement, add_up=sum_in_order)
         rows = slice(0, intermediate_size)
@@ -128,10 +130,30 @@ class Experts(Layer):
                 for each, made in zip(weights, laid_out, strict=True):
                     each.keep(made)
 
+    def by_place(self) -> list[list[torch.Tensor]]:
+        """All tensors that make up the experts here, each by place: what is written there the experts are.
+
+        Raises ValueError for weights that are laid out otherwise.
+        """
+        found: list[list[torch.Tensor]] = []
+        for weights in (self.weights().gate_up, self.weights().down):
+            parts: list[tuple[torch.Tensor, ...]] = []
+            for weight in weights:
+                if isinstance(weight, QTensor):
+                    parts.append((weight.values, weight.scales))
+                elif isinstance(weight, torch.Tensor) and not weight.is_mkldnn:
+                    parts.append((weight,))
+                else:
+                    kind = "oneDNN's layout" if isinstance(weight, torch.Tensor) else "integers"
+                    raise ValueError(f"enable_eplb cannot move experts whose weights are {kind}: leave it out")
+            found += [list(part) for part in zip(*parts, strict=True)]
+        return found
+
     def share(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """This rank's part of the weighted sums, to be summed over the ranks that have these tokens; without exchange
         of tokens, which makes whole ones."""
         assert self.exchange is None
+        self._tell_choices(routing)
         if self.mesh.ep_size > 1:
             places = self.placement.places(routing.expert_ids)
             routing = Routing(self.placement.here(places), routing.weights)
@@ -144,11 +166,16 @@ class Experts(Layer):
             return self.mesh.tp_all_reduce(self.share(x, routing))
         if size is None:
             raise ValueError("replicas that share experts must agree on a number of tokens: Batch.exchange has none")
+        self._tell_choices(routing)
 
         def compute(rows: torch.Tensor, choices: Choices) -> torch.Tensor:
             return fused_experts(rows, self.weights(), Routing(*choices))
 
         return self.exchange.run(x, *routing, size, compute)
+
+    def _tell_choices(self, routing: Routing) -> None:
+        if self.on_choices is not None:
+            self.on_choices(routing.expert_ids)
 
     def wanted(self, prefix: str) -> Iterator[WantedTensor]:
         """gate, up and down of every expert that is here."""
