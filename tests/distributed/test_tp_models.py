@@ -149,7 +149,8 @@ def other_cases(size: int) -> dict[str, Case]:
         "tied": write_llama(root / "tied.gguf", smollm2_kinds, hidden_size=128, intermediate_size=192, vocab_size=205),
     }
     model_type, options = CONFIGS["qwen3_moe"]
-    moe = random_model(model_type, options | {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64})
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+    moe = random_model(model_type, options | sizes)  # shares of four ranks are groups of 32
     moe.save_pretrained(root / "moe")
     integers["experts"] = root / "moe"
     for name, path in integers.items():
