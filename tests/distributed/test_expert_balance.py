@@ -156,6 +156,17 @@ def test_loads_are_those_of_the_last_steps_without_rows_that_fill_up():
         ExpertLoads(1, 1, window=0)
 
 
+def test_what_is_discarded_is_no_part_of_its_step():
+    seen = ExpertLoads(1, 2, window=2)
+    seen.record(0, torch.tensor([0]))
+    seen.end_step()
+    seen.record(0, torch.tensor([1, 1]))
+    seen.discard()
+    seen.record(0, torch.tensor([1]))
+    seen.end_step()
+    assert seen.tokens().tolist() == [[[1, 0]], [[0, 1]]]
+
+
 def _counted(rank: int, store: Any) -> tuple[torch.Tensor, torch.Tensor, ExpertLayout]:
     group = connect(rank, store, tp=3).tp
     assert group is not None
