@@ -20,9 +20,11 @@ _PRODUCTS = "linear or attention or experts"
 _MIXTURES = "streams or route_ or compress or select_rows or store_rows"
 _RARE = (
     "what_layers_share or (streams and many) or (narrow and (equals or hot or crowds or nearly or strided or excluded "
-    "or behind or bfloat16))"
+    "or behind or bfloat16)) or native_long_wide_heads or native_long_blocks or spread_contexts_bfloat16 "
+    "or native_wider or (linear and (_16] or _33]) and not fp8_block_d) or (mxfp8_tile and (_wider] or uneven))"
 )
-"""Cases that take long and differ little from others."""
+"""Cases that take long and differ little from others: a format's sizes within one tile of rows stay with `fp8_block`
+(the others keep 1, 7 and 130), and the shapes of its tiles' panels with `mxfp8`, whose kernel it shares."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
