@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rorqual import LLM, SamplingParams
 from rorqual.loader.gguf import GGUFCheckpoint
@@ -44,13 +44,12 @@ def reference(smollm2_path):
 
 
 @torch.inference_mode()
-def reference_tokens(model, prompt: list[int]) -> list[int]:
-    cache, step, out = DynamicCache(config=model.config), torch.tensor([prompt]), []
-    for _ in range(NUM_TOKENS):
-        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        out.append(int(logits[0, -1].argmax()))
-        step = torch.tensor([[out[-1]]])
-    return out
+def reference_tokens(model, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token behind the prompt and behind each token of the answer but the last: equal to the answer if
+    and only if it is the model's greedy one. All from one pass, which takes a fraction of the time of one a token."""
+    tokens = torch.tensor([prompt + answer[:-1]])
+    logits = model(input_ids=tokens, use_cache=False, logits_to_keep=len(answer)).logits
+    return logits[0].argmax(-1).tolist()
 
 
 def test_greedy_text_equals_transformers(llm, reference):
@@ -58,7 +57,8 @@ def test_greedy_text_equals_transformers(llm, reference):
     assert len(prompts["long"]) > 1400
     outputs = llm.generate(list(prompts.values()), GREEDY, use_tqdm=False)
     for (name, prompt), out in zip(prompts.items(), outputs, strict=True):
-        assert out.token_ids == reference_tokens(reference, prompt), name
+        assert len(out.token_ids) == NUM_TOKENS, name
+        assert out.token_ids == reference_tokens(reference, prompt, out.token_ids), name
         assert out.text == llm.get_tokenizer().decode(out.token_ids), name
 
 
