@@ -123,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_split_is_a_plain_error():
         tiny_llm("qwen3", tensor_parallel_size=3)
 
 
-@pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("ends_by", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_nothing_is_left_when_the_program_ends(ends_by):
     program = (
         "import time\n"

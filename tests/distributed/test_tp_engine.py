@@ -52,6 +52,18 @@ def test_ranks_answer_as_one_does(alone, ranks):
         assert f"ranks    {ranks}: tensor parallel {ranks}, over gloo" in llm.engine.banner()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_bias", "qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v32", "deepseek_v4"]
+)
+def test_every_family_answers_so(name):
+    found = []
+    for ranks in (1, 2):
+        with tiny_llm(name, **HARD, tensor_parallel_size=ranks, check_ranks=True) as llm:
+            found.append(answers(llm))
+    assert found[0] == found[1]
+
+
 def test_requests_that_end_early_end_on_every_rank():
     """Aborted, stopped by a token, of which there are several answers; and bad ones, which change nothing."""
     with tiny_llm("qwen3", tensor_parallel_size=2, check_ranks=True) as llm:
