@@ -16,8 +16,8 @@ _FAILURE = "failure"
 class Watch:
     """A thread that tells the store that this rank lives, and looks whether others do.
 
-    `on_failure` is called once, in that thread, with what happened: a rank has said what went wrong with it, or has
-    given no sign for too long, or the store's host is gone.
+    `on_failure` is called once, in a thread of the watch, with what happened: a rank has said what went wrong with it,
+    or has given no sign for too long, or the store's host is gone.
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class Watch:
         self._store, self._rank, self._watched = store, rank, list(watched)
         self._timeout_s, self._on_failure, self._also = timeout_s, on_failure, also
         self._last: dict[int, tuple[bytes, float]] = {}
-        self._done = threading.Event()
+        self._done, self._ending = threading.Event(), threading.Lock()
+        self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"watch of rank {rank}", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_the_store, name=f"watch of rank {rank}'s store", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more."""
@@ -56,11 +58,22 @@ class Watch:
                     failure = self._look()
             except Exception as error:  # of several types, by what torch was doing
                 failure = failure or f"the rank that holds the others together is gone ({_first_line(error)})"
+            self._looked_s = time.monotonic()
             if failure is not None:
-                if not self._done.is_set():
-                    self._done.set()
-                    self._on_failure(failure)
+                self._end(failure)
+
+    def _watch_the_store(self) -> None:
+        """Where the store's process is stopped, its connections stay open, and `_run` waits."""
+        while not self._done.wait(_INTERVAL_S):
+            if time.monotonic() - self._looked_s > self._timeout_s + 2 * _INTERVAL_S:
+                self._end(f"the rank that holds the others together has not answered for {self._timeout_s:g} s")
+
+    def _end(self, failure: str) -> None:
+        with self._ending:
+            if self._done.is_set():
                 return
+            self._done.set()
+        self._on_failure(failure)
 
     def _look(self) -> str | None:
         if self._store.check([_FAILURE]):
@@ -77,18 +90,21 @@ class Watch:
         return None
 
 
-def tell_failure(store: Store, text: str) -> None:
-    """Have every rank's watch end with this; the first one told counts."""
-    with suppress(Exception):
-        store.compare_set(_FAILURE, "", text)
+def tell_failure(store: Store, text: str, *, seconds: float = 1.0) -> str:
+    """Have every rank's watch end with this; returns what was told first, by whomever.
 
+    Waits for the store, which may be stopped or gone, for so long at most.
+    """
+    told: list[str] = []
 
-def told_failure(store: Store) -> str | None:
-    """What was told, if anything."""
-    with suppress(Exception):
-        if store.check([_FAILURE]):
-            return store.get(_FAILURE).decode(errors="replace")
-    return None
+    def tell() -> None:
+        with suppress(Exception):
+            told.append(store.compare_set(_FAILURE, "", text).decode(errors="replace"))
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return told[0] if told else text
 
 
 def _first_line(error: Exception) -> str:

@@ -129,15 +129,12 @@ class World:
 
     def _fail(self, text: str) -> None:
         """Note why all is over, tell the others, and end those that this rank has started."""
-        from rorqual.distributed.watch import tell_failure, told_failure
+        from rorqual.distributed.watch import tell_failure
 
         with self._closing:
             if self.failure is not None:
                 return
-            told = None
-            if self._store is not None and (told := told_failure(self._store)) is None:
-                tell_failure(self._store, text)
-            self.failure = told or text
+            self.failure = text if self._store is None else tell_failure(self._store, text)
         _log.error("the engine ends: %s", self.failure)
         if self._children is not None:
             self._children.kill()
@@ -221,8 +218,12 @@ def start_world(config: EngineConfig) -> World:
     first, sharing = replica * config.tensor_parallel_size, world_size(config) // config.nnodes
     seats = [Seat(first + i, i, sharing, host, port, backend) for i in range(num_here)]
     children = Children()
-    children.start(seats[1:], config.model_dump(exclude_unset=True, mode="json"), devices)
-    return join(config, seats[0], children=children, server=server)
+    try:
+        children.start(seats[1:], config.model_dump(exclude_unset=True, mode="json"), devices)
+        return join(config, seats[0], children=children, server=server)
+    except BaseException:
+        children.kill()
+        raise
 
 
 def run_node(config: EngineConfig) -> int:

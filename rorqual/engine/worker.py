@@ -35,6 +35,7 @@ def follow_first_rank(config: EngineConfig) -> int | None:
 def _follow(config: EngineConfig, world: World) -> int:
     from rorqual.engine.engine import Engine
 
+    world.on_failure = lambda: os._exit(1)  # the main thread may wait for a rank that will never answer
     try:
         Engine(config, world=world).follow()
     except RankFailure:  # which is logged where it was found

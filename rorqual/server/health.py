@@ -44,9 +44,10 @@ async def _check_engine(state: Serving) -> None:
     engine, timeout_s = state.engine, state.settings.health_timeout
     if engine.state == "loading":
         raise APIError(503, "the model is loading", code="loading")
-    if engine.state == "dead":
+    is_responsive = engine.state != "dead" and await engine.is_responsive(timeout_s)
+    if engine.state == "dead":  # perhaps since it was asked
         raise APIError(503, f"the engine is dead: {engine.failure or 'it has ended'}", code="engine_dead")
-    if not await engine.is_responsive(timeout_s):
+    if not is_responsive:
         raise APIError(503, f"the engine has not answered for {timeout_s:g} s", code="engine_stuck")
 
 

@@ -149,6 +149,30 @@ def test_nothing_is_left_when_the_program_ends(ends_by):
     assert not any(map(is_running, workers))
 
 
+@pytest.mark.slow
+def test_ranks_end_when_the_first_one_is_stopped():
+    """Which answers nobody any more, and whose connections stay open."""
+    program = (
+        "from tests.engine.engines import tiny_llm\n"
+        "from tests.distributed.test_rank_failures import workers_of\n"
+        "llm = tiny_llm('qwen3', tensor_parallel_size=2, rank_timeout=2)\n"
+        "print(*workers_of(llm), flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        (worker,) = map(int, process.stdout.readline().split())
+        process.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 15
+        while is_running(worker) and time.monotonic() < end:
+            time.sleep(0.05)
+        has_ended = not is_running(worker)
+        process.kill()
+    assert has_ended
+
+
 def engine_and_workers(served: Any) -> list[int]:
     engine = served.engine_pid
     children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
