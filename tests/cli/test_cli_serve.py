@@ -15,6 +15,7 @@ def served(monkeypatch, rorqual):
 
     async def instead(config, options, tokenizer, sock, replica):
         found.append((config, options, sock.getsockname()[1]))
+        return None, True
 
     monkeypatch.setattr(serve, "_serve", instead)
     # What it sets for its whole process must not outlive the test.

@@ -181,6 +181,7 @@ def _counted(rank: int, store: Any) -> tuple[torch.Tensor, torch.Tensor, ExpertL
     return nothing, seen.tokens(group), broadcast_layout(found, group)
 
 
+@pytest.mark.slow
 def test_loads_of_all_ranks_are_added_up_exactly_and_one_layout_is_for_all():
     for nothing, tokens, layout in on_ranks(3, _counted):
         assert nothing.shape == (0, 1, 4)

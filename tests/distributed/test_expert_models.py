@@ -68,7 +68,12 @@ def _logits(rank: int, store: Any, tp: int, dp: int, folders: dict[str, Path]) -
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)]
+    ("tp", "dp"),
+    [
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_one_rank(tp, dp):
     folders = {name: checkpoint_folder(name) for name in MODELS}

@@ -108,6 +108,6 @@ def _moved(rank: int, store: Any, ranks: int, experts: int, redundant: int) -> i
     return sum(len(tensors) for tensors in layers)
 
 
-@pytest.mark.parametrize(("ranks", "experts", "redundant"), [(2, 5, 3), (4, 6, 6)])
+@pytest.mark.parametrize(("ranks", "experts", "redundant"), [(2, 5, 3), pytest.param(4, 6, 6, marks=pytest.mark.slow)])
 def test_every_place_holds_the_bytes_of_its_expert(ranks, experts, redundant):
     assert on_ranks(ranks, _moved, ranks, experts, redundant) == [12] * ranks

@@ -84,7 +84,7 @@ def disagree(monkeypatch: pytest.MonkeyPatch, steps: int, ranks: int = 2) -> Non
         check_it_has_ended(llm, workers)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_ends_the_engine(kind):
     fail_at(0.3, kind)
 
@@ -123,7 +123,8 @@ def test_a_checkpoint_that_cannot_be_split_is_a_plain_error():
         tiny_llm("qwen3", tensor_parallel_size=3)
 
 
-@pytest.mark.parametrize("ends_by", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_program_ends(ends_by):
     program = (
         "import time\n"

@@ -59,7 +59,7 @@ def _together(rank: int, store: Any, dtype: torch.dtype) -> dict[str, torch.Tens
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_sums_gathers_and_exchanges(dtype):
     found = on_ranks(3, _together, dtype)
     xs = [each["x"] for each in found]

@@ -115,6 +115,7 @@ def tokens_of_one() -> str:
     return written.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tokens_of_one, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

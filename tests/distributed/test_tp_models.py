@@ -185,11 +185,18 @@ def check(case: Case, found: list[torch.Tensor]) -> None:
         assert first[case.num_prompt - 1 : -1].argmax(-1).tolist() == case.text[case.num_prompt :]
 
 
-SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+def test_some_on_two_ranks():
+    """One of each kind; the others are slow."""
+    cases = {name: plain_case(name) for name in ("llama", "qwen3_moe", "deepseek_v32", "deepseek_v4")}
+    cases |= {"fp8": quantized_case(scheme_folder("qwen3", "fp8"))}
+    found = on_ranks(2, on_rank, 2, cases)
+    for name, case in cases.items():
+        check(case, [each[name] for each in found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 4])
 def test_every_family(size, name):
     cases, found = found_on(size)
     check(cases[name], [logits[name] for logits in found])
@@ -202,14 +209,16 @@ OTHERS += [
 OTHERS += [f"{name} further" for name in ("deepseek_v3", "deepseek_v32", "deepseek_v4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 4])
 def test_quantized_weights_and_further_blocks(size, name):
     """Nothing is rounded where weights are cut: the products are of the same numbers."""
     cases, found = found_on(size)
     check(cases[name], [logits[name] for logits in found])
 
 
+@pytest.mark.slow
 def test_deepseek_v4_with_packed_experts():
     cases, found = found_on(2)
     check(cases["deepseek_v4 fp4"], [logits["deepseek_v4 fp4"] for logits in found])

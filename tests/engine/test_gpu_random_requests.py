@@ -239,7 +239,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cpu", "qwen3", 150, TIGHT),
         ("cpu", "qwen2_windows", 150, TIGHT),
         ("cpu", "deepseek_v32", 90, TIGHT),
-        ("cpu", "deepseek_v4", 90, TIGHT),
+        pytest.param("cpu", "deepseek_v4", 90, TIGHT, marks=pytest.mark.slow),
         pytest.param("cuda", "qwen3", 2500, TIGHT, marks=pytest.mark.gpu),
         pytest.param("cuda", "qwen2_windows", 1250, TIGHT, marks=pytest.mark.gpu),
         pytest.param("cuda", "qwen3_moe", 1250, TIGHT, marks=pytest.mark.gpu),

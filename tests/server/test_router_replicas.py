@@ -41,6 +41,7 @@ def replicas(served) -> list[dict]:
     return served.load()["replicas"]
 
 
+@pytest.mark.slow
 def test_two_replicas_serve_as_one_and_leave_nothing_behind():
     with serve("--data-parallel-size=2", "--enable-reset-prefix-cache", "--api-key=key") as served:
         with httpx.Client(base_url=served.url, headers={"authorization": "Bearer key"}, timeout=30) as client:
