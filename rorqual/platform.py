@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import mmap
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -195,3 +196,12 @@ def describe_device(device: torch.device) -> str:
     wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
     flags = [flag for flag in wanted if flag in cpu_flags()]
     return f"cpu ({torch.get_num_threads()} threads; {' '.join(flags) or 'no SIMD flags known'})"
+
+
+def describe_exit(code: int) -> str:
+    """A process's exit code for people, as subprocess has it: below 0 it is the signal that has killed it."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+
+from rorqual.platform import describe_exit
 
 WORKER = (sys.executable, "-m", "rorqual.engine.worker")
 """What is run; it reads an `RankOrder` from its standard input, which then stays open as long as it shall live."""
@@ -65,7 +66,7 @@ class Children:
         """Which rank has ended, and how, if one has."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
-                return f"rank {rank} has ended ({_how(code)})"
+                return f"rank {rank} has ended ({describe_exit(code)})"
         return None
 
     def kill(self) -> None:
@@ -91,11 +92,3 @@ class Children:
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"

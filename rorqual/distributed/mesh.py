@@ -29,8 +29,6 @@ class Mesh:
     expert_parallel: bool = False
     tp: RankGroup | None = None
     """The ranks of this replica, in order; None where there is one, or nothing is exchanged (as in tests of shapes)."""
-    dp: RankGroup | None = None
-    """The ranks with this tp_rank, in the order of replicas."""
     ep: RankGroup | None = None
     """All ranks, where several replicas share the routed experts."""
     num_redundant_experts: int | None = None
@@ -63,9 +61,9 @@ class Mesh:
             num_redundant_experts=num_redundant_experts,
         )
 
-    def connected(self, *, tp: RankGroup | None, dp: RankGroup | None, ep: RankGroup | None = None) -> Mesh:
+    def connected(self, *, tp: RankGroup | None, ep: RankGroup | None = None) -> Mesh:
         """The same place with the groups that it exchanges in."""
-        return replace(self, tp=tp, dp=dp, ep=ep)
+        return replace(self, tp=tp, ep=ep)
 
     @property
     def rank(self) -> int:

@@ -114,16 +114,6 @@ class RankGroup:
         _wait(self._group.broadcast([x], options))
         return x
 
-    def send(self, x: torch.Tensor, to: int) -> Work:
-        """Begin to send x, which must stay as it is until the result was waited for."""
-        work: Work = self._group.send([x], to, 0)
-        return work
-
-    def receive(self, x: torch.Tensor, source: int) -> Work:
-        """Begin to receive into x; complete when the result was waited for."""
-        work: Work = self._group.recv([x], source, 0)
-        return work
-
     def set_timeout(self, timeout: timedelta) -> None:
         """How long one waits for another from now on."""
         self._group._set_default_timeout(timeout)

@@ -314,18 +314,16 @@ def join(config: EngineConfig, seat: Seat, *, children: Children | None = None, 
         world._groups.append(made)
         return made
 
-    tp = dp = ep = None
+    tp = ep = None
     if mesh.tp_size > 1:  # which wait for requests, however long there are none
         world.control = ControlGroup(group("control", mesh.tp_ranks, "gloo", _FOR_EVER_S))
         tp = group("tp", mesh.tp_ranks, seat.backend, START_S)
         world._step_groups.append(tp)
     if len(mesh.ep_ranks) > 1:
         world.replicas = ControlGroup(group("replicas", mesh.dp_ranks, "gloo", _FOR_EVER_S))
-        dp, ep = (
-            group(name, ranks, seat.backend, START_S) for name, ranks in (("dp", mesh.dp_ranks), ("ep", mesh.ep_ranks))
-        )
-        world._step_groups += [dp, ep]
-    world.mesh = mesh.connected(tp=tp, dp=dp, ep=ep)
+        ep = group("ep", mesh.ep_ranks, seat.backend, START_S)
+        world._step_groups.append(ep)
+    world.mesh = mesh.connected(tp=tp, ep=ep)
     return world
 
 

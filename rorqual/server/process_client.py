@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from rorqual.platform import describe_exit
 from rorqual.sampling_params import SamplingParams
 from rorqual.server.engine_client import (
     RESPONSE_S,
@@ -411,12 +412,5 @@ class ProcessEngineClient(EngineClient):
 
 def described(exit_code: int) -> str:
     """An exit code for people."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    if name == "SIGKILL":
-        return f"killed by {name}, as the system does when memory runs out"
-    return f"killed by {name}"
+    often = ", as the system does when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return describe_exit(exit_code) + often

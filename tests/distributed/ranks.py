@@ -54,7 +54,7 @@ def connect(rank: int, store: Any, *, tp: int = 1, dp: int = 1, expert_parallel:
             return None
         return RankGroup(dist.PrefixStore(f"{name}{ranks[0]}", store), ranks.index(rank), len(ranks))
 
-    return mesh.connected(tp=group("tp", mesh.tp_ranks), dp=group("dp", mesh.dp_ranks), ep=group("ep", mesh.ep_ranks))
+    return mesh.connected(tp=group("tp", mesh.tp_ranks), ep=group("ep", mesh.ep_ranks))
 
 
 def _main(folder: str, rank: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def have_ended(pids: Iterable[int], seconds: float = 10) -> bool:
+    """Whether none of the processes runs any more, within so many seconds."""
+    end = time.monotonic() + seconds
+    while (running := any(map(is_running, pids))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not running
 
 
 def until_it_fails(llm: Any) -> tuple[str, float]:
@@ -144,10 +153,7 @@ def test_nothing_is_left_when_the_program_ends(ends_by):
         time.sleep(0.3)
         process.send_signal(ends_by)
         assert process.wait(20) != 0
-    end = time.monotonic() + 10
-    while any(map(is_running, workers)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    assert have_ended(workers)
 
 
 @pytest.mark.slow
@@ -166,10 +172,7 @@ def test_ranks_end_when_the_first_one_is_stopped():
         assert process.stdout is not None
         (worker,) = map(int, process.stdout.readline().split())
         process.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 15
-        while is_running(worker) and time.monotonic() < end:
-            time.sleep(0.05)
-        has_ended = not is_running(worker)
+        has_ended = have_ended([worker], 15)
         process.kill()
     assert has_ended
 
@@ -203,10 +206,7 @@ def test_a_server_says_that_its_engine_is_dead(is_busy):
         for thread in threads:
             thread.join(20)
         assert all(answer.status_code in (200, 500, 503) for answer in answers)
-        end = time.monotonic() + 10
-        while any(map(is_running, (engine, worker))) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not any(map(is_running, (engine, worker)))
+        assert have_ended((engine, worker))
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(20) != 0
 
