@@ -48,9 +48,10 @@ SETTINGS = RoutingSettings(health_check_interval=0.05, health_check_timeout=1)
 
 
 @contextlib.asynccontextmanager
-async def started(*modes, tied=False):
+async def started(*modes, tied=False, on_failure=lambda: None):
     plan = [Plan({"mode": mode}, {}, {"SHOWN": mode}) for mode in modes]
     running = ReplicaProcesses((sys.executable, "-c", SERVER), plan, SETTINGS, tied=tied)
+    running.on_failure = on_failure  # before any can end
     checks = HealthChecks(Balancer(running.replicas, SETTINGS), SETTINGS)
     try:
         await running.start()
@@ -91,8 +92,7 @@ async def test_one_that_ends_or_whose_engine_does_is_started_again(monkeypatch, 
 @pytest.mark.asyncio
 async def test_one_that_never_was_well_ends_all():
     ended = asyncio.Event()
-    async with started("well", "broken") as running:
-        running.on_failure = ended.set
+    async with started("well", "broken", on_failure=ended.set) as running:
         await asyncio.wait_for(ended.wait(), 5)
         assert running.failure == "replica 1 has ended (exit code 2)"
         assert not running.have_started
@@ -101,8 +101,7 @@ async def test_one_that_never_was_well_ends_all():
 @pytest.mark.asyncio
 async def test_those_that_are_tied_end_with_the_first():
     ended = asyncio.Event()
-    async with started("well", "well", tied=True) as running:
-        running.on_failure = ended.set
+    async with started("well", "well", tied=True, on_failure=ended.set) as running:
         await soon(lambda: running.have_started)
         with contextlib.suppress(Exception):
             await get(running.replicas[1], "/exit")
