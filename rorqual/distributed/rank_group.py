@@ -48,13 +48,13 @@ class RankGroup:
             address: of this host, as the others reach it, for gloo; by default what its name stands for.
         """
         self.rank, self.size, self.backend = rank, size, backend
-        self._group: Any
+        self._open: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._open = dist.ProcessGroupNCCL(store, rank, size, options)
             if device is not None:
-                self._group.eager_connect_single_device(device)
+                self._open.eager_connect_single_device(device)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
@@ -63,7 +63,7 @@ class RankGroup:
                 options._devices = [dist.ProcessGroupGloo.create_device(**where)]
             else:
                 options._devices = [dist.ProcessGroupGloo.create_default_device()]
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._open = dist.ProcessGroupGloo(store, rank, size, options)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum, the same to the bit on every rank and whatever lies beside an element; x may be overwritten.
@@ -119,8 +119,21 @@ class RankGroup:
         self._group._set_default_timeout(timeout)
 
     def close(self) -> None:
-        """Let go of the others; calls that wait for them end with an error."""
-        self._group.abort()
+        """Let go of the others: calls that wait for them end with an error, and so do later ones. To be called once or
+        more.
+
+        Whoever makes a group closes it before the program ends. Its threads drop a call's tensors after the caller has
+        gone on, for which they need the interpreter; where that is ending, they end the process with SIGABRT.
+        """
+        if (group := self._open) is not None:
+            group.abort()
+            self._open = None  # where this is the last one who has it, its threads have ended after this
+
+    @property
+    def _group(self) -> Any:
+        if self._open is None:
+            raise PeerLost("this rank has let go of it")
+        return self._open
 
 
 def _wait(work: Work) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -87,6 +89,8 @@ class Engine:
         except BaseException:
             self._world.abandon("loading was interrupted")
             raise
+        if self._world.mesh.world_size > 1:  # for those who do not close it
+            atexit.register(_close, weakref.ref(self))
         self._world.started()
 
     def _load(self, files: ModelFiles, *, progress: bool) -> None:
@@ -374,11 +378,11 @@ class Engine:
 
         Raises RankFailure where another rank is lost; nothing can be computed any more then.
         """
-        if (control := self._world.control) is None:
+        if self._world.mesh.world_size == 1:
             return self._step()
         self._world.check()
         try:
-            if control.leads:
+            if (control := self._world.control) is not None and control.leads:
                 control.put("step")
                 control.send()
             return self._step()
@@ -714,6 +718,11 @@ _NO_TOKEN_LEFT = (
 )
 _SEED_STRIDE = 0xD1342543DE82EF95
 """Distance between the seeds of a request's n answers: odd, so that all 2**64 are different."""
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    if (left := engine()) is not None:
+        left.close()
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:

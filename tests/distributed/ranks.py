@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -46,13 +47,15 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, threads: int 
 
 
 def connect(rank: int, store: Any, *, tp: int = 1, dp: int = 1, expert_parallel: bool = False) -> Mesh:
-    """The mesh of a rank, with its groups."""
+    """The mesh of a rank, with its groups, which are closed when the function of `on_ranks` is done."""
     mesh = Mesh.of_rank(rank, tp_size=tp, dp_size=dp, expert_parallel=expert_parallel)
 
     def group(name: str, ranks: tuple[int, ...]) -> RankGroup | None:
         if len(ranks) == 1:
             return None
-        return RankGroup(dist.PrefixStore(f"{name}{ranks[0]}", store), ranks.index(rank), len(ranks))
+        made = RankGroup(dist.PrefixStore(f"{name}{ranks[0]}", store), ranks.index(rank), len(ranks))
+        atexit.register(made.close)
+        return made
 
     return mesh.connected(tp=group("tp", mesh.tp_ranks), ep=group("ep", mesh.ep_ranks))
 

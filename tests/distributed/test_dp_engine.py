@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from rorqual.distributed.world import RankFailure
 from tests.distributed.engines import HARD, PARAMS, PROMPTS, generate
 from tests.distributed.ranks import on_ranks
 from tests.engine.engines import tiny_llm
@@ -49,3 +51,27 @@ def test_two_replicas_of_two_ranks_share_experts(name):
 @pytest.mark.slow
 def test_ranks_of_one_replica_share_experts():
     check("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, [list(range(6))])
+
+
+def _fail_in_the_third_step(rank: int, store: Any, name: str, options: dict[str, Any]) -> str:
+    def arm(engine: Any) -> None:
+        sound, steps = engine._step, itertools.count(1)
+
+        def step() -> Any:
+            if next(steps) == 3:
+                raise MemoryError("no memory is left on this rank")
+            return sound()
+
+        if rank == 1:
+            engine._step = step
+
+    with pytest.raises(RankFailure) as failure:
+        generate(rank, store, name, options, [[0, 1, 2], [3, 4, 5]], before=arm)
+    return str(failure.value)
+
+
+def test_a_replica_that_fails_ends_those_that_share_its_experts():
+    """Each has one rank, and none that follows."""
+    options = HARD | {"data_parallel_size": 2, "enable_expert_parallel": True}
+    found = on_ranks(2, _fail_in_the_third_step, str(checkpoint_folder("qwen3_moe")), options)
+    assert found == ["rank 1: MemoryError: no memory is left on this rank"] * 2

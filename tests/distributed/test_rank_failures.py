@@ -132,6 +132,19 @@ def test_a_checkpoint_that_cannot_be_split_is_a_plain_error():
         tiny_llm("qwen3", tensor_parallel_size=3)
 
 
+def test_a_program_that_does_not_close_its_engine_ends_well():
+    program = (
+        "from tests.engine.engines import tiny_llm\n"
+        "from tests.distributed.test_rank_failures import PARAMS, PROMPTS, workers_of\n"
+        "llm = tiny_llm('qwen3', tensor_parallel_size=2)\n"
+        "llm.generate(PROMPTS, PARAMS, use_tqdm=False)\n"
+        "print(*workers_of(llm))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert have_ended(map(int, done.stdout.split()), 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends_by", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_when_the_program_ends(ends_by):
