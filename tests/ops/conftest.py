@@ -1,8 +1,10 @@
-"""Where Triton interprets kernels: each launch prepares its language once."""
+"""Where Triton interprets kernels: each launch prepares its language once, and products are a row's own."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from rorqual.ops.triton.launch import INTERPRETING
 
@@ -31,5 +33,22 @@ def prepare_once_a_launch() -> None:
     interpreter.GridExecutor.__call__ = launch_anew
 
 
+def multiply_in_float64() -> None:
+    """On some processors numpy's float32 products of a row depend on where the row stands among others. Kernels promise
+    that they do not; from float64 both round to the same float32."""
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        wide = [interpreter.TensorHandle(x.data.astype(np.float64), x.dtype) if x.data.dtype.kind == "f" else x for x in (a, b)]
+        sums = interpreter.TensorHandle(d.data.astype(np.float64), d.dtype) if d.data.dtype.kind == "f" else d
+        found = multiply(self, *wide, sums, *precision)
+        return interpreter.TensorHandle(found.data.astype(d.data.dtype), d.dtype)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if INTERPRETING:
     prepare_once_a_launch()
+    multiply_in_float64()

@@ -33,7 +33,7 @@ void rorqual_parallel(void (*fn)(const void *arg, int part, int parts), const vo
 static inline int parts_for(int threads) { return threads <= 1 ? 1 : 4 * threads; }
 
 // Memory of the calling thread, aligned to 64 bytes, that stays until the thread asks for the same slot again.
-enum { SCRATCH_INPUT, SCRATCH_WEIGHT, SCRATCH_ROWS, SCRATCH_ROOM, SCRATCH_SLOTS };
+enum { SCRATCH_INPUT, SCRATCH_WEIGHT, SCRATCH_ROWS, SCRATCH_ROOM, SCRATCH_ATTENTION, SCRATCH_SLOTS };
 // NULL if there is none.
 void *thread_memory(int slot, size_t bytes);
 
