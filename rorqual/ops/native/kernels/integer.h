@@ -215,47 +215,57 @@ INLINE ints_t dot4(ints_t sum, codes_t codes, int32_t inputs) {
 }
 #endif
 
-// Four columns of some rows into each row's sum.
-INLINE void dot_rows(ints_t *dots, codes_t codes, const int8_t *q, int64_t stride, const int rows) {
+// Four columns of some rows into the sums of each row and block.
+INLINE void dot_rows(ints_t (*dots)[8], const codes_t *codes, const int8_t *q, int64_t stride, const int rows,
+                     const int blocks) {
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
         int32_t inputs;
         __builtin_memcpy(&inputs, q + i * stride, sizeof inputs);
-        dots[i] = dot4(dots[i], codes, inputs);
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++) dots[b][i] = dot4(dots[b][i], codes[b], inputs);
 #if HALF_BYTES
-        __asm__("" : "+x"(dots[i]));  // one after the other: as a tree, sums take more registers than there are
+        __asm__("" : "+x"(dots[0][i]));  // one after the other: as a tree, sums take more registers than there are
 #endif
     }
 }
 
-// The dot products of one group of a block, at p, with some rows; `start` is what they begin with.
-INLINE void dot_group(const uint8_t *p, const int8_t *q, int64_t stride, const ints_t *start, ints_t *dots,
-                      const int rows, const int bits, const int columns) {
+// The dot products of one group of one or two blocks, at p and so many bytes behind, with some rows; `start` is what
+// they begin with.
+INLINE void dot_group(const uint8_t *p, int64_t apart_bytes, const int8_t *q, int64_t stride, const ints_t *start,
+                      ints_t (*dots)[8], const int rows, const int blocks, const int bits, const int columns) {
     const codes_t low = (codes_t)splat_ints(0x0f0f0f0f);
-    ints_t highs[8];  // of the upper halves of bytes
+    ints_t highs[1][8];  // of the upper halves of bytes
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
-        dots[i] = HALF_BYTES ? splat_ints(0) : start[i];
-        highs[i] = splat_ints(0);
+        highs[0][i] = splat_ints(0);
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++) dots[b][i] = HALF_BYTES ? splat_ints(0) : start[i];
     }
 #pragma GCC unroll 8
     for (int j = 0; j < bits * columns / 32; j++) {
-        const codes_t codes = load_codes(p + 64 * j);
+        codes_t codes[2], lows[2], uppers[2];
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++) {
+            codes[b] = load_codes(p + b * apart_bytes + 64 * j);
+            lows[b] = codes[b] & low;
+            uppers[b] = (codes[b] >> 4) & low;
+        }
         if (bits == 4) {
-            dot_rows(dots, codes & low, q + 8 * j, stride, rows);
-            dot_rows(dots, (codes >> 4) & low, q + 8 * j + 4, stride, rows);
+            dot_rows(dots, lows, q + 8 * j, stride, rows, blocks);
+            dot_rows(dots, uppers, q + 8 * j + 4, stride, rows, blocks);
         } else if (HALF_BYTES) {
-            dot_rows(dots, codes & low, q + 4 * j, stride, rows);
-            dot_rows(highs, (codes >> 4) & low, q + 4 * j, stride, rows);
+            dot_rows(dots, lows, q + 4 * j, stride, rows, blocks);
+            dot_rows(highs, uppers, q + 4 * j, stride, rows, blocks);
         } else {
-            dot_rows(dots, codes, q + 4 * j, stride, rows);
+            dot_rows(dots, codes, q + 4 * j, stride, rows, blocks);
         }
     }
 #if HALF_BYTES
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++) {
-        dots[i] = start[i] + join_pairs(dots[i], 1);
-        if (bits == 8) dots[i] += join_pairs(highs[i], 16);
+        dots[0][i] = start[i] + join_pairs(dots[0][i], 1);
+        if (bits == 8) dots[0][i] += join_pairs(highs[0][i], 16);
     }
 #endif
 }
@@ -271,86 +281,128 @@ INLINE void add_minima(floats_t *sums, const uint8_t *p, const input_t *in, int6
         sums[i] = multiply_add(least, in->sums[(m + i) * steps + g] - (floats_t){0}, sums[i]);
 }
 
-// Some rows by the block at `data`, one sum for each row and lane. Codes are unpacked once for all rows.
+// Rows whose sums fit in the registers, by how many blocks.
+#if defined(__AVX512VNNI__) && !defined(USE_AMX)
+#define MOST_ROWS 4
+#define MOST_BLOCKS 2
+#elif defined(__AVX512F__)
+#define MOST_ROWS 8
+#define MOST_BLOCKS 1
+#elif defined(__AVX2__)
+#define MOST_ROWS 4
+#define MOST_BLOCKS 1
+#else
+#define MOST_ROWS 1
+#define MOST_BLOCKS 1
+#endif
+
+// Some rows by the block at `data` and, of two `blocks`, the next one, one sum for each row and lane. Codes are
+// unpacked once for all rows, and inputs broadcast once for both blocks.
 INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const int rows, const uint8_t *data,
-                         const target_t *to, const int bits, const int group, const int minima) {
-    const int64_t steps = w->in_features / INPUT_GROUP, stride = w->in_features;
+                         const target_t *to, const int blocks, const int bits, const int group, const int minima) {
+    const int64_t steps = w->in_features / INPUT_GROUP, stride = w->in_features, apart_bytes = steps * w->block_bytes;
     const layout_t layout = layout_of(w);
     const int apart = HALF_BYTES && rows >= 4;  // minima, when all else is done: there are no registers for both
-    float answers[8][16] __attribute__((aligned(64)));
+    // The first rows fetch what they are about to read, the second ones what comes behind these blocks: while there is
+    // more to compute than to read. The others find it in the cache.
+    const int64_t ahead = m == 0 ? PREFETCH_BYTES : m == MOST_ROWS ? blocks * apart_bytes : 0;
+    float answers[2][8][16] __attribute__((aligned(64)));
 #pragma GCC unroll 2
     for (int lane = 0; lane < 16; lane += DOT_LANES) {
-        floats_t sums[8], others[8];
+        floats_t sums[2][8], others[2][8];
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) sums[i] = others[i] = (floats_t){0};
+            for (int i = 0; i < rows; i++) sums[b][i] = others[b][i] = (floats_t){0};
         const uint8_t *p = data;
         for (int64_t g = 0; g < steps; g++, p += w->block_bytes) {
-            if (lane == 0) {
-                for (int64_t line = 0; line < layout.code_bytes + 64; line += 64)
-                    __builtin_prefetch(p + PREFETCH_BYTES + line);
+            if (lane == 0 && ahead) {
+#pragma GCC unroll 2
+                for (int b = 0; b < blocks; b++)
+                    for (int64_t line = 0; line < layout.code_bytes + 64; line += 64)
+                        __builtin_prefetch(p + b * apart_bytes + ahead + line);
             }
 #pragma GCC unroll 2
             for (int half = 0; half < 32 / group; half++) {
-                ints_t start[8], dots[8];
+                ints_t start[8], dots[2][8];
 #pragma GCC unroll 8
                 for (int i = 0; i < rows; i++) {
                     const int32_t *s = in->int_sums + (m + i) * 2 * steps + 2 * g;
                     start[i] = minima ? splat_ints(0)
                                       : splat_ints(-(int32_t)w->offset * (group == 32 ? s[0] + s[1] : s[half]));
                 }
-                dot_group(p + half * 32 * bits + 4 * lane, in->q + m * stride + 32 * g + 16 * half, stride, start, dots,
-                          rows, bits, group);
-                const floats_t scales =
-                    load_lanes(p + layout.code_bytes + half * layout.factor_bytes, lane, w->wide_scales);
+                dot_group(p + half * 32 * bits + 4 * lane, apart_bytes, in->q + m * stride + 32 * g + 16 * half, stride,
+                          start, dots, rows, blocks, bits, group);
+#pragma GCC unroll 2
+                for (int b = 0; b < blocks; b++) {
+                    const floats_t scales = load_lanes(
+                        p + b * apart_bytes + layout.code_bytes + half * layout.factor_bytes, lane, w->wide_scales);
 #pragma GCC unroll 8
-                for (int i = 0; i < rows; i++)
-                    sums[i] = multiply_add(scales * in->scales[(m + i) * steps + g], to_floats(dots[i]), sums[i]);
+                    for (int i = 0; i < rows; i++)
+                        sums[b][i] =
+                            multiply_add(scales * in->scales[(m + i) * steps + g], to_floats(dots[b][i]), sums[b][i]);
+                }
             }
-            if (minima && !apart) add_minima(others, p + layout.minima, in, m, g, steps, rows, lane, w->wide_scales);
+            if (minima && !apart)
+#pragma GCC unroll 2
+                for (int b = 0; b < blocks; b++)
+                    add_minima(others[b], p + b * apart_bytes + layout.minima, in, m, g, steps, rows, lane,
+                               w->wide_scales);
         }
         if (minima && apart) {
             p = data;
             for (int64_t g = 0; g < steps; g++, p += w->block_bytes)
-                add_minima(others, p + layout.minima, in, m, g, steps, rows, lane, w->wide_scales);
+#pragma GCC unroll 2
+                for (int b = 0; b < blocks; b++)
+                    add_minima(others[b], p + b * apart_bytes + layout.minima, in, m, g, steps, rows, lane,
+                               w->wide_scales);
         }
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; i++) {
-            const floats_t whole = minima ? sums[i] + others[i] : sums[i];
-            __builtin_memcpy(answers[i] + lane, &whole, sizeof whole);
-        }
+            for (int i = 0; i < rows; i++) {
+                const floats_t whole = minima ? sums[b][i] + others[b][i] : sums[b][i];
+                __builtin_memcpy(answers[b][i] + lane, &whole, sizeof whole);
+            }
     }
-    finish_integer_rows(to, m, rows, answers);
+    for (int b = 0; b < blocks; b++) {
+        const target_t at = {to->out + 16 * b, to->stride, to->bias ? to->bias + 16 * b : NULL};
+        finish_integer_rows(&at, m, rows, answers[b]);
+    }
 }
-
-// Rows whose sums fit in the registers.
-#if defined(__AVX512F__)
-#define MOST_ROWS 8
-#elif defined(__AVX2__)
-#define MOST_ROWS 4
-#else
-#define MOST_ROWS 1
-#endif
 
 INLINE void integer_all_rows(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
-                             const target_t *to, const int bits, const int group, const int minima) {
+                             const target_t *to, const int blocks, const int bits, const int group, const int minima) {
     if (MOST_ROWS >= 8)
-        for (; m + 8 <= last; m += 8) integer_rows(w, in, m, 8, data, to, bits, group, minima);
+        for (; m + 8 <= last; m += 8) integer_rows(w, in, m, 8, data, to, blocks, bits, group, minima);
     if (MOST_ROWS >= 4)
-        for (; m + 4 <= last; m += 4) integer_rows(w, in, m, 4, data, to, bits, group, minima);
+        for (; m + 4 <= last; m += 4) integer_rows(w, in, m, 4, data, to, blocks, bits, group, minima);
     if (MOST_ROWS >= 2)
-        for (; m + 2 <= last; m += 2) integer_rows(w, in, m, 2, data, to, bits, group, minima);
-    for (; m < last; m++) integer_rows(w, in, m, 1, data, to, bits, group, minima);
+        for (; m + 2 <= last; m += 2) integer_rows(w, in, m, 2, data, to, blocks, bits, group, minima);
+    for (; m < last; m++) integer_rows(w, in, m, 1, data, to, blocks, bits, group, minima);
 }
 
-// Rows m .. last.
+INLINE void integer_any(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
+                        const target_t *to, const int blocks) {
+    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, m, last, data, to, blocks, 4, 32, 1);
+    else if (w->bits == 4) integer_all_rows(w, in, m, last, data, to, blocks, 4, 32, 0);
+    else if (w->has_minima) integer_all_rows(w, in, m, last, data, to, blocks, 8, 32, 1);
+    else if (w->group == 32) integer_all_rows(w, in, m, last, data, to, blocks, 8, 32, 0);
+    else integer_all_rows(w, in, m, last, data, to, blocks, 8, 16, 0);
+}
+
+// Rows m .. last by one block, or by two that lie one after the other.
 static void integer_block(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
                           const target_t *to) {
-    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, m, last, data, to, 4, 32, 1);
-    else if (w->bits == 4) integer_all_rows(w, in, m, last, data, to, 4, 32, 0);
-    else if (w->has_minima) integer_all_rows(w, in, m, last, data, to, 8, 32, 1);
-    else if (w->group == 32) integer_all_rows(w, in, m, last, data, to, 8, 32, 0);
-    else integer_all_rows(w, in, m, last, data, to, 8, 16, 0);
+    integer_any(w, in, m, last, data, to, 1);
 }
+
+#if MOST_BLOCKS >= 2
+static void integer_pair(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
+                         const target_t *to) {
+    integer_any(w, in, m, last, data, to, 2);
+}
+#endif
 
 #ifdef USE_AMX
 #include "integer_tiles.h"
@@ -370,8 +422,15 @@ static void integer_blocks(const operand_t *w, const input_t *in, bf16 *out, int
 #endif
     // Few rows at a time: two blocks fill a cache line of the answers, which has to be there for both.
     for (int64_t m = 0; m < in->rows; m += ROWS_AT_ONCE)
-        for (int64_t block = first; block < last; block++) {
+        for (int64_t block = first, blocks; block < last; block += blocks) {
             const target_t to = {out + 16 * block, stride, w->bias ? w->bias + 16 * block : NULL};
+            blocks = min64(MOST_BLOCKS, last - block);
+#if MOST_BLOCKS >= 2
+            if (blocks == 2) {
+                integer_pair(w, in, m, min64(m + ROWS_AT_ONCE, in->rows), block_at(w, block), &to);
+                continue;
+            }
+#endif
             integer_block(w, in, m, min64(m + ROWS_AT_ONCE, in->rows), block_at(w, block), &to);
         }
 }
