@@ -21,8 +21,16 @@ from rorqual.layers.mlp import GatedMLP
 from rorqual.layers.moe import SparseMoE
 from rorqual.layers.rotary_embedding import RopeParameters, RotaryEmbedding, RotaryTables
 from rorqual.loader.quantization_config import LinearFormat, Quantization
-from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, attention_block, gated_mlp_block
+from rorqual.ops.decoder_blocks import (
+    AttentionBlock,
+    DecoderLayers,
+    GatedMLPBlock,
+    attention_block,
+    decoder_layers,
+    gated_mlp_block,
+)
 from rorqual.ops.moe import SparseMoEBlock, sparse_moe_block
+from rorqual.ops.registry import are_calls_observed
 
 FeedForward = GatedMLP | SparseMoE
 
@@ -202,11 +210,28 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=device)
 
+    @functools.cached_property
+    def _as_one(self) -> tuple[DecoderLayers, tuple[int, ...]] | None:
+        """All layers as one op takes them, and the numbers of their caches; None where ranks exchange in between, or
+        there are mixtures of experts."""
+        halves, numbers = [], []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            if layer.mesh.tp_size > 1 or not isinstance(layer._feed_forward, GatedMLPBlock):
+                return None
+            halves.append((layer._attention, layer._feed_forward))
+            numbers.append(layer.self_attn.layer)
+        return DecoderLayers(tuple(halves)), tuple(numbers)
+
     def forward(self, batch: Batch, kv: KVStorage) -> torch.Tensor:
         """-> [num_tokens, hidden_size], normalised."""
         hidden, residual = self.embed_tokens(batch.input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, batch, kv)
+        if self._as_one is not None and not are_calls_observed():
+            layers, numbers = self._as_one
+            hidden, residual = decoder_layers(hidden, layers, batch, [kv[number] for number in numbers])
+        else:
+            for layer in self.layers:
+                hidden, residual = layer(hidden, residual, batch, kv)
         return self.norm.add(hidden, residual)[0]
 
 

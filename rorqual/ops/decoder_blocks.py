@@ -1,12 +1,13 @@
-"""The two halves of a pre-norm decoder layer, each as one op: on a CPU, a step of few tokens would otherwise spend more
-time between kernels than in them.
+"""The two halves of a pre-norm decoder layer, each as one op, and all layers as one: on a CPU, a step of few tokens
+would otherwise spend more time between kernels than in them.
 
-Each reference is the sequence of ops that the half consists of, so that a device without a fused kernel runs its own
-kernels for them.
+Each reference is the sequence of ops that it consists of, so that a device without a fused kernel runs its own kernels
+for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,6 +78,15 @@ class GatedMLPBlock:
     norm: Norm
     gate_up: Product
     down: Product
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What kernels made of the above, by backend."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayers:
+    """The halves of consecutive layers."""
+
+    halves: tuple[tuple[AttentionBlock, GatedMLPBlock], ...]
     prepared: dict[str, Any] = field(default_factory=dict)
     """What kernels made of the above, by backend."""
 
@@ -174,3 +184,17 @@ def gated_mlp_block(
     normed, total = add_norm(hidden, residual, block.norm)
     gate_up = block.gate_up
     return block.down(gated_linear(normed, gate_up.weight, gate_up.bias, **gate_up.options)), total
+
+
+@op
+def decoder_layers(
+    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer after the other, each with its cache: hidden [num_tokens, hidden_size] -> (hidden, residual) of the
+    same shape, whose sum is the stream behind the last one."""
+    residual: torch.Tensor | None = None
+    for (attention, feed_forward), cache in zip(layers.halves, caches, strict=True):
+        hidden, residual = attention_block(hidden, residual, attention, batch, cache)
+        hidden, residual = gated_mlp_block(hidden, residual, feed_forward)
+    assert residual is not None
+    return hidden, residual

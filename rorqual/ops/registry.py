@@ -118,6 +118,11 @@ def around(run: Around) -> Iterator[None]:
         _arounds.pop()
 
 
+def are_calls_observed() -> bool:
+    """Whether someone looks at the calls of ops one by one (`around`): what runs several as one may leave that then."""
+    return bool(_arounds)
+
+
 def op(reference: Callable[P, R]) -> Op[P, R]:
     """Declare an op by its reference: plain, obviously right, and runnable on any device."""
     if reference.__name__ in OPS:

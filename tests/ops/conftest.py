@@ -41,10 +41,10 @@ def multiply_in_float64() -> None:
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        wide = [interpreter.TensorHandle(x.data.astype(np.float64), x.dtype) if x.data.dtype.kind == "f" else x for x in (a, b)]
-        sums = interpreter.TensorHandle(d.data.astype(np.float64), d.dtype) if d.data.dtype.kind == "f" else d
-        found = multiply(self, *wide, sums, *precision)
-        return interpreter.TensorHandle(found.data.astype(d.data.dtype), d.dtype)
+        if any(x.data.dtype.kind != "f" for x in (a, b, d)):  # integers, and FP8, which is kept as bytes
+            return multiply(self, a, b, d, *precision)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
 

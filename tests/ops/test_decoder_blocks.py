@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ import torch
 from rorqual.batch import Batch, CacheView
 from rorqual.ops.decoder_blocks import (
     AttentionBlock,
+    DecoderLayers,
     GatedMLPBlock,
     Norm,
     Product,
     Rotation,
     attention_block,
+    decoder_layers,
     gated_mlp_block,
 )
 from rorqual.ops.linear import prepare_weight
@@ -112,6 +115,14 @@ def cache_for(batch: Batch) -> LayerKV:
     return made
 
 
+def in_two_groups(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, caches=(batch.caches[0], batch.caches[0]))
+
+
+def caches_for(batch: Batch, count: int, *, group: int) -> list[LayerKV]:
+    return [cache_for(batch)._replace(group=group) for _ in range(count)]
+
+
 def stream(batch: Batch, residual: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = normal(batch.num_tokens, HIDDEN, seed=60, dtype=BF16)
     return x, normal(batch.num_tokens, HIDDEN, seed=61, dtype=BF16) if residual else None
@@ -146,6 +157,65 @@ def test_gated_mlp_equals_its_single_kernels(isa, kind, rows):
             assert gated_mlp_block.explain(*x, block)["native"] == "ok"
             for a, b in zip(gated_mlp_block(*x, block), gated_mlp_block.reference(*x, block), strict=True):
                 assert torch.equal(a, b)
+
+
+def layers_of(kind: str, count: int, **last: Any) -> DecoderLayers:
+    """Layers with other norms each; the last one's attention may have other options."""
+    return DecoderLayers(
+        tuple(
+            (
+                attention(kind, norm=norm(HIDDEN, 20 + i), **(last if i == count - 1 else {})),
+                gated_mlp(kind, norm=norm(HIDDEN, 30 + i)),
+            )
+            for i in range(count)
+        )
+    )
+
+
+@ISAS
+@pytest.mark.parametrize("kind", ["bfloat16", "q4_1"])
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_equal_their_halves(isa, kind, name, count):
+    """The last one has a cache group and a window of its own."""
+    batch, again = (in_two_groups(step(*BATCHES[name])) for _ in "12")
+    with using(isa):
+        layers = layers_of(kind, count, sliding_window=20)
+        ours, theirs = ([*caches_for(batch, count - 1, group=0), *caches_for(batch, 1, group=1)] for _ in "12")
+        x, _ = stream(batch, False)
+        before = x.clone()
+        assert decoder_layers.explain(x, layers, batch, ours)["native"] == "ok"
+        want = decoder_layers.reference(x, layers, again, theirs)
+        got = decoder_layers(x, layers, batch, ours)
+        assert torch.equal(x, before)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.key, b.key)
+            assert torch.equal(a.value, b.value)
+
+
+def test_layers_that_their_kernel_does_not_take_run_one_by_one():
+    batch = step(*BATCHES["mixed"])
+    layers = layers_of("bfloat16", 2, out=Product(matrix("bfloat16", HIDDEN, HEADS * DIM, 4)))
+    x, _ = stream(batch, False)
+    caches = caches_for(batch, 2, group=0)
+    reason = decoder_layers.explain(x, layers, batch, caches)["native"]
+    assert reason == "a layer is not for it: its weights are not laid out for it"
+    got = decoder_layers(x, layers, batch, caches)
+    want = decoder_layers.reference(x, layers, batch, caches_for(batch, 2, group=0))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_layers_may_meet_several_caches():
+    batch = step(*BATCHES["mixed"])
+    layers, (x, _) = layers_of("bfloat16", 2), stream(batch, False)
+    first, second = (caches_for(batch, 2, group=0) for _ in "12")
+    second[1].key.neg_()
+    want = decoder_layers.reference(x, layers, batch, [first[0], second[1]])
+    for caches in (first, second, first):
+        got = decoder_layers(x, layers, batch, caches)
+        assert torch.equal(got[0], want[0]) == (caches is second)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -214,6 +284,13 @@ def test_a_position_outside_the_table_is_an_error_and_writes_nothing():
     before = cache.key.clone()
     with pytest.raises(IndexError, match=r"must lie in \[0, 20\), the table's rows, got 39 to 39"):
         attention_block(*stream(batch, True), attention(rotation=Rotation(normal(20, DIM), False, 0)), batch, cache)
+    with pytest.raises(IndexError, match=r"must lie in \[0, 20\), the table's rows, got 39 to 39"):
+        decoder_layers(
+            stream(batch, False)[0],
+            layers_of("bfloat16", 1, rotation=Rotation(normal(20, DIM), False, 0)),
+            batch,
+            [cache],
+        )
     assert torch.equal(cache.key, before)
 
 

@@ -141,7 +141,7 @@ OF_PREPARED_WEIGHTS = {"linear", "unpack_weight"}
 WRITE_ROWS = {"store_rows", "compress_rows"}
 """Ops whose results are in a cache, with tolerances as a result has them."""
 COMPOSED = {
-    *("attention_block", "gated_mlp_block", "gated_linear", "rotate_and_store"),
+    *("attention_block", "gated_mlp_block", "decoder_layers", "gated_linear", "rotate_and_store"),
     *("fused_experts", "prepare_experts", "sparse_moe_block"),
 }
 """Ops whose references are made of others: test_decoder_blocks.py, test_triton_decoder.py and test_moe.py have them."""

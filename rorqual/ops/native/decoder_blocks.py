@@ -1,15 +1,25 @@
-"""The halves of a decoder layer on CPU: one call, and one parallel region, for each."""
+"""The halves of a decoder layer on CPU: one call, and one parallel region, for each; and all layers in one call."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 
 from rorqual.batch import Batch, once
-from rorqual.ops.decoder_blocks import AttentionBlock, GatedMLPBlock, Norm, Product, attention_block, gated_mlp_block
+from rorqual.ops.decoder_blocks import (
+    AttentionBlock,
+    DecoderLayers,
+    GatedMLPBlock,
+    Norm,
+    Product,
+    attention_block,
+    decoder_layers,
+    gated_mlp_block,
+)
 from rorqual.ops.native.library import Operand, kernels, missing
 from rorqual.ops.native.linear import laid_out
 from rorqual.ops.native.rope import INTERLEAVED
@@ -47,6 +57,15 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("positions", "slots", "cu_seqlens", "context_lens", "block_tables")),
         *((name, c_int64) for name in ("tokens", "num_seqs", "max_blocks", "threads")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`decoder_layer_t` of kernels/decoder_blocks.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("attention", "feed_forward")),
+        *((name, c_int64) for name in ("group", "rotary_rows")),
     )
 
 
@@ -161,6 +180,30 @@ def _plan_of(block: AttentionBlock | GatedMLPBlock, cache: LayerKV | None) -> _P
     return plan
 
 
+def _plan_of_layers(layers: DecoderLayers, caches: Sequence[LayerKV]) -> _Plan:
+    """The plan of all layers, made anew if their caches or the kernels are others."""
+    found = kernels()
+    made_of = (found and found.isa, *(tensor.data_ptr() for cache in caches for tensor in (cache.key, cache.value)))
+    plan: _Plan | None = layers.prepared.get("native")
+    if plan is None or plan.made_of != made_of:
+        plan = layers.prepared["native"] = _make_plan_of_layers(made_of, layers, caches)
+    return plan
+
+
+def _make_plan_of_layers(made_of: tuple[object, ...], layers: DecoderLayers, caches: Sequence[LayerKV]) -> _Plan:
+    plans: list[_Plan] = []
+    made = (_Layer * len(caches))()
+    for structure, (attention, feed_forward), cache in zip(made, layers.halves, caches, strict=True):
+        of_layer = _plan_of(attention, cache), _plan_of(feed_forward, None)
+        for plan in of_layer:
+            if plan.refusal is not None:
+                return _Plan(made_of, f"a layer is not for it: {plan.refusal}")
+        plans += of_layer
+        structure.attention, structure.feed_forward = (plan.address for plan in of_layer)
+        structure.group, structure.rotary_rows = cache.group, attention.rotation.cos_sin.shape[0]
+    return _Plan(made_of, None, ctypes.addressof(made), (made, plans))
+
+
 def refuse_rows(hidden: torch.Tensor, residual: torch.Tensor | None) -> str | None:
     """Why a block's kernel does not take a stream, or None."""
     if hidden.dtype is not _BF16 or not hidden.is_cpu:
@@ -178,6 +221,10 @@ def _refuse_attention(
 
 def _refuse_gated_mlp(hidden: torch.Tensor, residual: torch.Tensor | None, block: GatedMLPBlock) -> str | None:
     return _plan_of(block, None).refusal or refuse_rows(hidden, residual)
+
+
+def _refuse_layers(hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]) -> str | None:
+    return refuse_rows(hidden, None) or _plan_of_layers(layers, caches).refusal
 
 
 def _step_of(batch: Batch, group: int) -> tuple[int, Any]:
@@ -231,12 +278,16 @@ def attention_block_native(
         block.rotation.cos_sin.shape[0],
         *addresses,
     )
+    _check(failed, hidden, block, batch)
+    return out, total
+
+
+def _check(failed: int, hidden: torch.Tensor, block: AttentionBlock, batch: Batch) -> None:
     if failed == 1:
-        raise MemoryError(f"no memory for an attention block of {hidden.shape[0]} tokens")
+        raise MemoryError(f"no memory for a decoder layer with {hidden.shape[0]} tokens")
     if failed:
         rows, at = block.rotation.cos_sin.shape[0], batch.positions
         raise IndexError(f"positions must lie in [0, {rows}), the table's rows, got {at.min()} to {at.max()}")
-    return out, total
 
 
 @gated_mlp_block.impl("native", refuse=_refuse_gated_mlp)
@@ -255,4 +306,22 @@ def gated_mlp_block_native(
     )
     if failed:
         raise MemoryError(f"no memory for a feed-forward block of {hidden.shape[0]} tokens")
+    return out, total
+
+
+@decoder_layers.impl("native", refuse=_refuse_layers)
+def decoder_layers_native(
+    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the reference; equal to the single kernels to the bit."""
+    found, plan = kernels(), layers.prepared["native"]
+    assert found is not None
+    out, total = torch.empty_like(hidden), torch.empty_like(hidden)
+    steps = (c_void_p * len(batch.caches))()
+    for group in {cache.group for cache in caches}:
+        steps[group] = _step_of(batch, group)[0]
+    failed = found.decoder_layers(
+        plan.address, len(caches), ctypes.addressof(steps), hidden.data_ptr(), out.data_ptr(), total.data_ptr()
+    )
+    _check(failed, hidden, layers.halves[0][0], batch)
     return out, total

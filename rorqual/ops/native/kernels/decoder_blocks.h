@@ -272,3 +272,30 @@ int ISA(gated_mlp_block)(const gated_mlp_block_t *block, const bf16 *hidden, con
     rorqual_region(gated_mlp_block_region, &a, threads);
     return 0;
 }
+
+// --- layers
+
+typedef struct {
+    const attention_block_t *attention;
+    const gated_mlp_block_t *feed_forward;
+    int64_t group;  // of its cache
+    int64_t rotary_rows;
+} decoder_layer_t;
+
+// One layer after the other; `steps` by cache group. out and sum are where the stream lies behind each of them: a layer
+// reads both before it writes. Returns what the attention block that fails returns, or 1 where there is no memory.
+int ISA(decoder_layers)(const decoder_layer_t *layers, int64_t count, const step_t *const *steps, const bf16 *hidden,
+                        bf16 *out, bf16 *sum) {
+    const bf16 *stream = hidden, *residual = NULL;
+    for (const decoder_layer_t *layer = layers; layer < layers + count; layer++) {
+        const step_t *step = steps[layer->group];
+        int failed = ISA(attention_block)(layer->attention, step, layer->rotary_rows, stream, residual, out, sum);
+        if (failed) return failed;
+        residual = residual ? sum : hidden;
+        failed = ISA(gated_mlp_block)(layer->feed_forward, out, residual, out, sum, step->tokens, (int)step->threads);
+        if (failed) return failed;
+        stream = out;
+        residual = sum;
+    }
+    return 0;
+}
