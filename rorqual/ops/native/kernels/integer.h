@@ -272,13 +272,11 @@ INLINE void dot_group(const uint8_t *p, int64_t apart_bytes, const int8_t *q, in
 
 #define PREFETCH_BYTES 3072
 
-// Adds what minima of group g make of some rows to their sums.
-INLINE void add_minima(floats_t *sums, const uint8_t *p, const input_t *in, int64_t m, int64_t g, int64_t steps,
-                       const int rows, int lane, int64_t wide) {
+// Adds what minima of one group make of some rows, whose sums are given, to theirs.
+INLINE void add_minima(floats_t *sums, const uint8_t *p, const float *of_rows, const int rows, int lane, int64_t wide) {
     const floats_t least = load_lanes(p, lane, wide);
 #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-        sums[i] = multiply_add(least, in->sums[(m + i) * steps + g] - (floats_t){0}, sums[i]);
+    for (int i = 0; i < rows; i++) sums[i] = multiply_add(least, of_rows[i] - (floats_t){0}, sums[i]);
 }
 
 // Rows whose sums fit in the registers, by how many blocks.
@@ -296,10 +294,32 @@ INLINE void add_minima(floats_t *sums, const uint8_t *p, const input_t *in, int6
 #define MOST_BLOCKS 1
 #endif
 
+INLINE int rows_of_tile(int64_t left) {
+    return MOST_ROWS >= 8 && left >= 8 ? 8 : MOST_ROWS >= 4 && left >= 4 ? 4 : MOST_ROWS >= 2 && left >= 2 ? 2 : 1;
+}
+
+// What each group of an input is multiplied with, of rows m .. last in the tiles in which they are computed:
+// [groups][2] [rows of the tile], scales and sums. One address is enough for all of them, where rows of their own would
+// take more than there are registers for.
+static const float *tile_factors(const input_t *in, int64_t steps, int64_t m, int64_t last) {
+    float *factors = thread_scratch(SCRATCH_ROWS, (size_t)((last - m) * 2 * steps) * sizeof(float)), *to = factors;
+    for (int rows; m < last; m += rows) {
+        rows = rows_of_tile(last - m);
+        const float *scales = in->scales + m * steps, *sums = in->sums + m * steps;
+        for (int64_t g = 0; g < steps; g++, to += 2 * rows)
+            for (int i = 0; i < rows; i++) {
+                to[i] = scales[i * steps + g];
+                to[rows + i] = sums[i * steps + g];
+            }
+    }
+    return factors;
+}
+
 // Some rows by the block at `data` and, of two `blocks`, the next one, one sum for each row and lane. Codes are
 // unpacked once for all rows, and inputs broadcast once for both blocks.
-INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const int rows, const uint8_t *data,
-                         const target_t *to, const int blocks, const int bits, const int group, const int minima) {
+INLINE void integer_rows(const operand_t *w, const input_t *in, const float *factors, int64_t m, const int rows,
+                         const uint8_t *data, const target_t *to, const int blocks, const int bits, const int group,
+                         const int minima) {
     const int64_t steps = w->in_features / INPUT_GROUP, stride = w->in_features, apart_bytes = steps * w->block_bytes;
     const layout_t layout = layout_of(w);
     const int apart = HALF_BYTES && rows >= 4;  // minima, when all else is done: there are no registers for both
@@ -315,7 +335,9 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const
 #pragma GCC unroll 8
             for (int i = 0; i < rows; i++) sums[b][i] = others[b][i] = (floats_t){0};
         const uint8_t *p = data;
-        for (int64_t g = 0; g < steps; g++, p += w->block_bytes) {
+        const int8_t *q = in->q + m * stride;
+        const float *f = factors;
+        for (int64_t g = 0; g < steps; g++, p += w->block_bytes, q += INPUT_GROUP, f += 2 * rows) {
             if (lane == 0 && ahead) {
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++)
@@ -331,31 +353,29 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const
                     start[i] = minima ? splat_ints(0)
                                       : splat_ints(-(int32_t)w->offset * (group == 32 ? s[0] + s[1] : s[half]));
                 }
-                dot_group(p + half * 32 * bits + 4 * lane, apart_bytes, in->q + m * stride + 32 * g + 16 * half, stride,
-                          start, dots, rows, blocks, bits, group);
+                dot_group(p + half * 32 * bits + 4 * lane, apart_bytes, q + 16 * half, stride, start, dots, rows,
+                          blocks, bits, group);
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++) {
                     const floats_t scales = load_lanes(
                         p + b * apart_bytes + layout.code_bytes + half * layout.factor_bytes, lane, w->wide_scales);
 #pragma GCC unroll 8
                     for (int i = 0; i < rows; i++)
-                        sums[b][i] =
-                            multiply_add(scales * in->scales[(m + i) * steps + g], to_floats(dots[b][i]), sums[b][i]);
+                        sums[b][i] = multiply_add(scales * f[i], to_floats(dots[b][i]), sums[b][i]);
                 }
             }
             if (minima && !apart)
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++)
-                    add_minima(others[b], p + b * apart_bytes + layout.minima, in, m, g, steps, rows, lane,
-                               w->wide_scales);
+                    add_minima(others[b], p + b * apart_bytes + layout.minima, f + rows, rows, lane, w->wide_scales);
         }
         if (minima && apart) {
             p = data;
-            for (int64_t g = 0; g < steps; g++, p += w->block_bytes)
+            f = factors;
+            for (int64_t g = 0; g < steps; g++, p += w->block_bytes, f += 2 * rows)
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++)
-                    add_minima(others[b], p + b * apart_bytes + layout.minima, in, m, g, steps, rows, lane,
-                               w->wide_scales);
+                    add_minima(others[b], p + b * apart_bytes + layout.minima, f + rows, rows, lane, w->wide_scales);
         }
 #pragma GCC unroll 2
         for (int b = 0; b < blocks; b++)
@@ -371,36 +391,38 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, int64_t m, const
     }
 }
 
-INLINE void integer_all_rows(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
-                             const target_t *to, const int blocks, const int bits, const int group, const int minima) {
-    if (MOST_ROWS >= 8)
-        for (; m + 8 <= last; m += 8) integer_rows(w, in, m, 8, data, to, blocks, bits, group, minima);
-    if (MOST_ROWS >= 4)
-        for (; m + 4 <= last; m += 4) integer_rows(w, in, m, 4, data, to, blocks, bits, group, minima);
-    if (MOST_ROWS >= 2)
-        for (; m + 2 <= last; m += 2) integer_rows(w, in, m, 2, data, to, blocks, bits, group, minima);
-    for (; m < last; m++) integer_rows(w, in, m, 1, data, to, blocks, bits, group, minima);
+INLINE void integer_all_rows(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
+                             const uint8_t *data, const target_t *to, const int blocks, const int bits, const int group,
+                             const int minima) {
+    const int64_t each = w->in_features / INPUT_GROUP * 2;
+    for (int rows; m < last; m += rows, factors += rows * each) {
+        rows = rows_of_tile(last - m);
+        if (MOST_ROWS >= 8 && rows == 8) integer_rows(w, in, factors, m, 8, data, to, blocks, bits, group, minima);
+        else if (MOST_ROWS >= 4 && rows == 4) integer_rows(w, in, factors, m, 4, data, to, blocks, bits, group, minima);
+        else if (MOST_ROWS >= 2 && rows == 2) integer_rows(w, in, factors, m, 2, data, to, blocks, bits, group, minima);
+        else integer_rows(w, in, factors, m, 1, data, to, blocks, bits, group, minima);
+    }
 }
 
-INLINE void integer_any(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
-                        const target_t *to, const int blocks) {
-    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, m, last, data, to, blocks, 4, 32, 1);
-    else if (w->bits == 4) integer_all_rows(w, in, m, last, data, to, blocks, 4, 32, 0);
-    else if (w->has_minima) integer_all_rows(w, in, m, last, data, to, blocks, 8, 32, 1);
-    else if (w->group == 32) integer_all_rows(w, in, m, last, data, to, blocks, 8, 32, 0);
-    else integer_all_rows(w, in, m, last, data, to, blocks, 8, 16, 0);
+INLINE void integer_any(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
+                        const uint8_t *data, const target_t *to, const int blocks) {
+    if (w->bits == 4 && w->has_minima) integer_all_rows(w, in, factors, m, last, data, to, blocks, 4, 32, 1);
+    else if (w->bits == 4) integer_all_rows(w, in, factors, m, last, data, to, blocks, 4, 32, 0);
+    else if (w->has_minima) integer_all_rows(w, in, factors, m, last, data, to, blocks, 8, 32, 1);
+    else if (w->group == 32) integer_all_rows(w, in, factors, m, last, data, to, blocks, 8, 32, 0);
+    else integer_all_rows(w, in, factors, m, last, data, to, blocks, 8, 16, 0);
 }
 
 // Rows m .. last by one block, or by two that lie one after the other.
-static void integer_block(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
-                          const target_t *to) {
-    integer_any(w, in, m, last, data, to, 1);
+static void integer_block(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
+                          const uint8_t *data, const target_t *to) {
+    integer_any(w, in, factors, m, last, data, to, 1);
 }
 
 #if MOST_BLOCKS >= 2
-static void integer_pair(const operand_t *w, const input_t *in, int64_t m, int64_t last, const uint8_t *data,
-                         const target_t *to) {
-    integer_any(w, in, m, last, data, to, 2);
+static void integer_pair(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
+                         const uint8_t *data, const target_t *to) {
+    integer_any(w, in, factors, m, last, data, to, 2);
 }
 #endif
 
@@ -421,18 +443,21 @@ static void integer_blocks(const operand_t *w, const input_t *in, bf16 *out, int
     }
 #endif
     // Few rows at a time: two blocks fill a cache line of the answers, which has to be there for both.
-    for (int64_t m = 0; m < in->rows; m += ROWS_AT_ONCE)
+    for (int64_t m = 0; m < in->rows; m += ROWS_AT_ONCE) {
+        const int64_t stop = min64(m + ROWS_AT_ONCE, in->rows);
+        const float *factors = tile_factors(in, w->in_features / INPUT_GROUP, m, stop);
         for (int64_t block = first, blocks; block < last; block += blocks) {
             const target_t to = {out + 16 * block, stride, w->bias ? w->bias + 16 * block : NULL};
             blocks = min64(MOST_BLOCKS, last - block);
 #if MOST_BLOCKS >= 2
             if (blocks == 2) {
-                integer_pair(w, in, m, min64(m + ROWS_AT_ONCE, in->rows), block_at(w, block), &to);
+                integer_pair(w, in, factors, m, stop, block_at(w, block), &to);
                 continue;
             }
 #endif
-            integer_block(w, in, m, min64(m + ROWS_AT_ONCE, in->rows), block_at(w, block), &to);
+            integer_block(w, in, factors, m, stop, block_at(w, block), &to);
         }
+    }
 }
 
 // --- inputs in bfloat16
