@@ -48,6 +48,8 @@ class RankGroup:
             address: of this host, as the others reach it, for gloo; by default what its name stands for.
         """
         self.rank, self.size, self.backend = rank, size, backend
+        self.add_up = add_in_order
+        """How parts of more than two ranks are added up; an engine has a kernel for it."""
         self._open: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
@@ -76,11 +78,7 @@ class RankGroup:
         if self.size == 2:
             _wait(self._group.allreduce([x]))
             return x
-        parts = self.gather(x)
-        total = parts[0].to(torch.promote_types(x.dtype, torch.float32))
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+        return self.add_up(self.gather(x))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x of every rank, stacked: [size, *x.shape]."""
@@ -134,6 +132,14 @@ class RankGroup:
         if self._open is None:
             raise PeerLost("this rank has let go of it")
         return self._open
+
+
+def add_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """parts [size, ...] -> their sum [...], from the first to the last, in float32 or better, rounded once."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def _wait(work: Work) -> None:

@@ -42,6 +42,7 @@ from rorqual.loader.staging import MOST_READERS, Staging
 from rorqual.loader.weights import fill_with_dummy_weights, load_weights, prepare_weights
 from rorqual.models.registry import build_model
 from rorqual.ops.registry import Op, load_backends, watch
+from rorqual.ops.sum_in_order import sum_in_order
 from rorqual.platform import return_freed_memory
 from rorqual.sampling_params import SamplingParams
 
@@ -96,6 +97,8 @@ class ModelRunner:
         """Before and after loading."""
         self._plan: MemoryPlan | None = None
         load_backends(*_BACKENDS[resolved.device.type])
+        if mesh.tp is not None:
+            mesh.tp.add_up = sum_in_order
         if self._memory is None:
             self._size_cache(cpu_budget(resolved.weight_bytes, num_ranks=self._world.local_size))
         else:

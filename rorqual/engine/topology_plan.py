@@ -18,6 +18,7 @@ import torch
 from rorqual.cache.sizing import blocks_for_tokens, bytes_per_sequence, bytes_per_token, plan_blocks
 from rorqual.cache.spec import CacheGroup, group_caches
 from rorqual.config import EngineConfig
+from rorqual.distributed.expert_balance import num_physical_experts
 from rorqual.distributed.expert_exchange import ROWS_TOGETHER
 from rorqual.distributed.mesh import Mesh
 from rorqual.engine.gpu_facts import GpuFacts
@@ -70,9 +71,13 @@ class RankShare:
 
     def held_experts(self, kind: ExpertsCost) -> float:
         """Experts of a layer that this rank holds. Raises ValueError where the ranks cannot share them."""
-        count, ranks = kind.num_experts + self.num_redundant_experts, self.topology.ep_size
+        ranks = self.topology.ep_size
+        if self.num_redundant_experts:
+            count = num_physical_experts(kind.num_experts, self.num_redundant_experts, ranks)
+        else:
+            count = kind.num_experts
         if count % ranks:
-            more = -kind.num_experts % ranks
+            more = -count % ranks
             raise ValueError(
                 f"{count} experts cannot be shared by {ranks} ranks: plan with --num-redundant-experts {more}, or use "
                 "a number of ranks that divides them"
@@ -232,7 +237,9 @@ class Planner:
         expert_bytes = expert_flops = 0.0
         tokens = running if topology.expert_parallel else sequences
         for kind in cost.experts:
-            hit = kind._replace(num_experts=kind.num_experts + share.num_redundant_experts).expected_experts(tokens)
+            hit = kind._replace(num_experts=round(share.held_experts(kind) * share.topology.ep_size)).expected_experts(
+                tokens
+            )
             expert_bytes += kind.num_layers * hit * kind.bytes_per_expert / topology.ep_size
             choices = tokens * kind.top_k / topology.ep_size
             expert_flops += 2.0 * choices * kind.num_layers * kind.values_per_expert

@@ -218,6 +218,9 @@ def test_redundant_experts_are_held_and_read_less_often_each():
     extra = more.steps[0].memory_bytes - plain.steps[0].memory_bytes
     assert extra == pytest.approx(2 * EXPERT * (hit[1] - hit[0]) / 4)
     assert planner(MOE, 4, redundant=4).plan(Topology(4, 1), [4], 100).memory.experts == plain.memory.experts
+    for redundant in (1, 3):  # an engine has as many places on every rank
+        rounded = planner(MOE, 4, redundant=redundant).plan(Topology(1, 4, True), [4], 100)
+        assert rounded.memory.experts == more.memory.experts
 
 
 def test_quantised_weights_multiply_at_their_rate():
