@@ -87,7 +87,7 @@ class Model:
     def floor(self, num_seqs: int, context: int, length: int = 1) -> tuple[int, int]:
         """(bytes that a step must read, operations that it must do)."""
         kv = sum(
-            len(group.layers) * 2 * group.spec.num_kv_heads * group.spec.head_dim * group.spec.dtype.itemsize
+            len(group.caches) * 2 * group.spec.num_kv_heads * group.spec.head_dim * group.spec.dtype.itemsize
             for group in self.resolved.groups
         )
         head, layers = _weights(self.runner.model)
@@ -101,7 +101,7 @@ def _weights(model: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     found = {"head": (0, 0), "layers": (0, 0)}
     for name, module in model.named_modules():
         operand = getattr(module, "operand", None)
-        if operand is None:
+        if operand is None or "embed_tokens" in name:  # of a table one row a token is read, or the head's is tied to it
             continue
         key = "head" if "lm_head" in name else "layers"
         rows, columns = _shape(operand)

@@ -270,7 +270,7 @@ INLINE void dot_group(const uint8_t *p, int64_t apart_bytes, const int8_t *q, in
 #endif
 }
 
-#define PREFETCH_BYTES 3072
+#define MOST_AHEAD (32 << 10)
 
 // Adds what minima of one group make of some rows, whose sums are given, to theirs.
 INLINE void add_minima(floats_t *sums, const uint8_t *p, const float *of_rows, const int rows, int lane, int64_t wide) {
@@ -323,9 +323,10 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, const float *fac
     const int64_t steps = w->in_features / INPUT_GROUP, stride = w->in_features, apart_bytes = steps * w->block_bytes;
     const layout_t layout = layout_of(w);
     const int apart = HALF_BYTES && rows >= 4;  // minima, when all else is done: there are no registers for both
-    // The first rows fetch what they are about to read, the second ones what comes behind these blocks: while there is
-    // more to compute than to read. The others find it in the cache.
-    const int64_t ahead = m == 0 ? PREFETCH_BYTES : m == MOST_ROWS ? blocks * apart_bytes : 0;
+    // What comes behind these blocks is fetched while they are multiplied, by the first rows in turns: each has more to
+    // compute for a byte than memory takes for it.
+    const int64_t ahead = min64(blocks * apart_bytes, MOST_AHEAD), turn = m / MOST_ROWS;
+    const int64_t turns = in->rows >= 4 * MOST_ROWS ? 4 : in->rows >= 2 * MOST_ROWS ? 2 : 1;
     float answers[2][8][16] __attribute__((aligned(64)));
 #pragma GCC unroll 2
     for (int lane = 0; lane < 16; lane += DOT_LANES) {
@@ -338,7 +339,7 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, const float *fac
         const int8_t *q = in->q + m * stride;
         const float *f = factors;
         for (int64_t g = 0; g < steps; g++, p += w->block_bytes, q += INPUT_GROUP, f += 2 * rows) {
-            if (lane == 0 && ahead) {
+            if (lane == 0 && turn < turns && (g & (turns - 1)) == turn) {
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++)
                     for (int64_t line = 0; line < layout.code_bytes + 64; line += 64)

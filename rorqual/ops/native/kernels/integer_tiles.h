@@ -6,6 +6,8 @@
 // next are computed, instruction by instruction in turn. Done one after the other, each would wait for the one before:
 // what a processor looks ahead is little more than one group.
 
+#define PREFETCH_BYTES 3072
+
 // Rows from which on tiles are faster, for groups of 32 and of 16 columns.
 #define TILE_ROWS_32 13
 #define TILE_ROWS_16 32
