@@ -435,6 +435,7 @@ def random_packed(folder: Path, shape: dict[str, Any]) -> Path:
     return write(folder, config, tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_loading_needs_little_more_memory_than_the_packed_weights(tmp_path):
     """Twenty-four layers, laid out for the compiled kernels a few at a time: at most 10 % on top at any moment."""

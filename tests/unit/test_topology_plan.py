@@ -302,6 +302,7 @@ def test_gpus_are_ordered_as_their_data_sheets_say():
     assert gpu_facts("H200", bytes_per_s=1.0) == dataclasses.replace(H200, bytes_per_s=1.0)
 
 
+@pytest.mark.slow
 def test_planned_steps_are_near_those_measured_and_never_past_the_roofline():
     """Within a fifth, where the roofline alone is off by up to 3.5 times."""
     measured = measured_steps()
