@@ -217,8 +217,9 @@ class Decoder(nn.Module):
         halves, numbers = [], []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            if layer.mesh.tp_size > 1 or not isinstance(layer._feed_forward, GatedMLPBlock):
+            if layer.mesh.tp_size > 1 or isinstance(layer.mlp, SparseMoE):
                 return None
+            assert isinstance(layer._feed_forward, GatedMLPBlock)
             halves.append((layer._attention, layer._feed_forward))
             numbers.append(layer.self_attn.layer)
         return DecoderLayers(tuple(halves)), tuple(numbers)
