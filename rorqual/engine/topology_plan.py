@@ -69,20 +69,21 @@ class RankShare:
     """Bytes of an activation."""
     num_redundant_experts: int
 
-    def held_experts(self, kind: ExpertsCost) -> float:
-        """Experts of a layer that this rank holds. Raises ValueError where the ranks cannot share them."""
+    def places(self, kind: ExpertsCost) -> int:
+        """Of a layer's experts on all ranks that share them. Raises ValueError where these cannot share them."""
         ranks = self.topology.ep_size
         if self.num_redundant_experts:
-            count = num_physical_experts(kind.num_experts, self.num_redundant_experts, ranks)
-        else:
-            count = kind.num_experts
-        if count % ranks:
-            more = -count % ranks
+            return num_physical_experts(kind.num_experts, self.num_redundant_experts, ranks)
+        if kind.num_experts % ranks:
             raise ValueError(
-                f"{count} experts cannot be shared by {ranks} ranks: plan with --num-redundant-experts {more}, or use "
-                "a number of ranks that divides them"
+                f"{kind.num_experts} experts cannot be shared by {ranks} ranks: plan with --num-redundant-experts "
+                f"{-kind.num_experts % ranks}, or use a number of ranks that divides them"
             )
-        return count / ranks
+        return kind.num_experts
+
+    def held_experts(self, kind: ExpertsCost) -> float:
+        """Experts of a layer that this rank holds. Raises as `places`."""
+        return self.places(kind) / self.topology.ep_size
 
     @property
     def experts_bytes(self) -> float:
@@ -237,9 +238,7 @@ class Planner:
         expert_bytes = expert_flops = 0.0
         tokens = running if topology.expert_parallel else sequences
         for kind in cost.experts:
-            hit = kind._replace(num_experts=round(share.held_experts(kind) * share.topology.ep_size)).expected_experts(
-                tokens
-            )
+            hit = kind._replace(num_experts=share.places(kind)).expected_experts(tokens)
             expert_bytes += kind.num_layers * hit * kind.bytes_per_expert / topology.ep_size
             choices = tokens * kind.top_k / topology.ep_size
             expert_flops += 2.0 * choices * kind.num_layers * kind.values_per_expert

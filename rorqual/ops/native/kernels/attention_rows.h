@@ -24,7 +24,7 @@ INLINE lanes_t add_product(lanes_t sum, factor_t left, factors_t right) { return
 #endif
 typedef factor_t factor_mem __attribute__((aligned(2), may_alias));
 
-typedef struct part {
+typedef struct {
     float top[TASK_ROWS], total[TASK_ROWS];
     float sums[];  // [rows][head_dim]
 } __attribute__((aligned(64))) part_t;

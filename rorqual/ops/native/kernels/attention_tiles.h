@@ -12,7 +12,7 @@ INLINE i32x16 lane_positions(const attention_t *a, const task_t *t) {
 
 // What a span of keys gives: per lane, the largest score, the sum of the weights 2^(scale (score - largest)) and of the
 // values times them.
-typedef struct part {
+typedef struct {
     float top[16], total[16];
     float sums[MAX_HEAD_DIM][16];
 } __attribute__((aligned(64))) part_t;

@@ -414,18 +414,13 @@ INLINE void integer_any(const operand_t *w, const input_t *in, const float *fact
     else integer_all_rows(w, in, factors, m, last, data, to, blocks, 8, 16, 0);
 }
 
-// Rows m .. last by one block, or by two that lie one after the other.
-static void integer_block(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
-                          const uint8_t *data, const target_t *to) {
-    integer_any(w, in, factors, m, last, data, to, 1);
+// Rows m .. last by one block, or by two that lie one after the other. Not inlined: each is a large function.
+static __attribute__((noinline)) void integer_block(const operand_t *w, const input_t *in, const float *factors,
+                                                    int64_t m, int64_t last, const uint8_t *data, const target_t *to,
+                                                    int64_t blocks) {
+    if (MOST_BLOCKS >= 2 && blocks == 2) integer_any(w, in, factors, m, last, data, to, 2);
+    else integer_any(w, in, factors, m, last, data, to, 1);
 }
-
-#if MOST_BLOCKS >= 2
-static void integer_pair(const operand_t *w, const input_t *in, const float *factors, int64_t m, int64_t last,
-                         const uint8_t *data, const target_t *to) {
-    integer_any(w, in, factors, m, last, data, to, 2);
-}
-#endif
 
 #ifdef USE_AMX
 #include "integer_tiles.h"
@@ -450,13 +445,7 @@ static void integer_blocks(const operand_t *w, const input_t *in, bf16 *out, int
         for (int64_t block = first, blocks; block < last; block += blocks) {
             const target_t to = {out + 16 * block, stride, w->bias ? w->bias + 16 * block : NULL};
             blocks = min64(MOST_BLOCKS, last - block);
-#if MOST_BLOCKS >= 2
-            if (blocks == 2) {
-                integer_pair(w, in, factors, m, stop, block_at(w, block), &to);
-                continue;
-            }
-#endif
-            integer_block(w, in, factors, m, stop, block_at(w, block), &to);
+            integer_block(w, in, factors, m, stop, block_at(w, block), &to, blocks);
         }
     }
 }
