@@ -21,14 +21,15 @@ def norm_call(
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     view: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    weight_view: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
     scale: float = 1.0,
     residual: bool = False,
     **options: Any,
 ) -> Call:
-    """x and a weight around 1, `view` deciding their strides; every further option is the op's own."""
+    """x and a weight around 1, views deciding their strides; every further option is the op's own."""
     x, beside = (view((normal(*shape, seed=i) * scale).to(dtype)) for i in range(2))
     weight = (normal(shape[-1], seed=9) * 0.1 + 1).to(weight_dtype or dtype)
-    return (x, weight), {"eps": 1e-6, **({"residual": beside} if residual else {}), **options}
+    return (x, weight_view(weight)), {"eps": 1e-6, **({"residual": beside} if residual else {}), **options}
 
 
 def _case(*shape: int, **options: Any) -> Case:
@@ -57,6 +58,7 @@ def _plain(*, residual: bool) -> dict[str, Case]:
         "bfloat16_rows_apart": case(5, 40, dtype=BF16, view=rows_apart),
         "bfloat16_heads": case(5, 3, 40, dtype=BF16, view=rows_apart),
         "bfloat16_vector": case(40, dtype=BF16),
+        "bfloat16_weight_apart": case(3, 40, dtype=BF16, weight_view=every_other),
         "bfloat16_wide": case(2, 7168, dtype=BF16),
         "float16": case(3, 40, dtype=torch.float16),
         "one_value": case(3, 1),
@@ -171,6 +173,6 @@ NORM_REFUSED: dict[str, set[str]] = {
     "cpu": NORM_CASES.keys() - PLAIN,
     "native": (NORM_CASES.keys() - PLAIN) | {name for name in PLAIN if "bfloat16" not in name}
     | {"residual_bfloat16_heads", "residual_bfloat16_vector"},
-    "triton": {name for name in NORM_CASES if "strided" in name or "transposed" in name},
+    "triton": {name for name in NORM_CASES if any(word in name for word in ("strided", "transposed", "weight_apart"))},
 }  # fmt: skip
 """Backend -> the cases that it leaves to others."""

@@ -38,6 +38,7 @@ def rms_norm_native(
     assert found is not None
     if x.stride(-1) != 1:
         x = x.contiguous()
+    weight = weight.contiguous()
     shape = x.shape
     size, num_values = shape[-1], x.numel()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -52,7 +53,7 @@ def rms_norm_native(
         x.stride(1) if len(shape) > 2 else 0,
         None if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
-        weight.contiguous().data_ptr(),
+        weight.data_ptr(),
         out.data_ptr(),
         None if total is None else total.data_ptr(),
         num_values // size if size else 0,
