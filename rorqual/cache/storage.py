@@ -18,6 +18,7 @@ class KVStorage:
         self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], *, block_size: int, device: torch.device
     ) -> None:
         self._pairs: dict[int, LayerKV] = {}
+        self._several: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}
         self._rows: dict[int, tuple[RowCache, ...]] = {}
         for index, (group, blocks) in enumerate(zip(groups, num_blocks, strict=True)):
             spec, paging = group.spec, group.paging(block_size)
@@ -44,6 +45,12 @@ class KVStorage:
     def __getitem__(self, number: int) -> LayerKV:
         """Keys and values of the cache of this number, whose spec is a KVSpec."""
         return self._pairs[number]
+
+    def several(self, numbers: tuple[int, ...]) -> tuple[LayerKV, ...]:
+        """Keys and values of these caches, the same object each time."""
+        if numbers not in self._several:
+            self._several[numbers] = tuple(self._pairs[number] for number in numbers)
+        return self._several[numbers]
 
     def rows(self, number: int) -> tuple[RowCache, ...]:
         """The parts of the cache of this number, whose spec is a RowSpec."""

@@ -117,6 +117,8 @@ class AnswerRows:
         self._looked_at = np.array([not answer.only_collects for answer in answers])
         self.counts = np.array([answer.counts for answer in answers])
         """bool [num_rows], of each answer."""
+        self.push_all = bool(self._looked_at.all())
+        """Whether every row's answer has to `push` whatever token."""
         self._end_token_ids = np.array(sorted(frozenset().union(*(a.end_token_ids for a in answers))), np.int64)
 
     def take(self, rows: SequenceOf[int]) -> AnswerRows:
@@ -125,7 +127,8 @@ class AnswerRows:
 
     def to_push(self, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[num_rows]: whether a row's answer has to `push` its token; the others may `collect` theirs."""
-        return self._looked_at | np.isin(token_ids, self._end_token_ids)
+        ends: NDArray[np.bool_] = (token_ids[:, None] == self._end_token_ids).any(1)
+        return self._looked_at | ends
 
     def collect(self, rows: SequenceOf[int], token_ids: SequenceOf[int]) -> None:
         """Add a token each to these rows' answers."""

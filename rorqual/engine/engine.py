@@ -131,6 +131,8 @@ class Engine:
         self._sampler = Sampler(self.vocab_size)
         self._looks_ahead = self.resolved.async_scheduling
         self._flight: Flight | None = None
+        self._landed: Flight | None = None
+        """The step before, if all of it was read before anything else was scheduled."""
         self._pacing = Pacing()
         self._grammars = (
             GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids) if self.tokenizer else None
@@ -411,6 +413,8 @@ class Engine:
         with self.stats.stage(stage):
             drawn = flight.drawn.wait()
         deltas = self._land(flight, drawn)
+        goes_on = self._flight is None and not flight.has_departed and self._answer_of
+        self._landed = flight if goes_on else None
         self.stats.num_steps += 1
         self._pacing.record(
             num_decodes=flight.num_decodes,
@@ -432,6 +436,9 @@ class Engine:
 
     def _fly_first(self) -> Flight | None:
         """Start a step when none is in flight."""
+        landed, self._landed = self._landed, None
+        if landed is not None and (flight := self._go_on(landed, token_ids=None)) is not None:
+            return flight
         with self.stats.stage("schedule"):
             chunks = self.scheduler.schedule(self._prompt_limit())
         return self._take_off(chunks)
@@ -440,23 +447,34 @@ class Engine:
         """Start the step after one whose tokens are still on the device, if there is one."""
         if not self._can_fly_ahead(flight):
             return None
-        rows, answers, token_ids = flight.decodes, flight.answers, flight.drawn.token_ids
-        if rows is not None and answers is not None and not flight.prompts:
-            with self.stats.stage("schedule"):
-                gone = [row for row, seq in enumerate(rows.seqs) if seq not in self._answer_of]
-                ahead = self.scheduler.look_ahead(rows, gone)
-                if ahead is not None and len(ahead.seqs) != len(rows.seqs):
-                    row_of = {seq: row for row, seq in enumerate(rows.seqs)}
-                    left = np.array([row_of[seq] for seq in ahead.seqs])
-                    answers = answers.take(left.tolist())
-                    token_ids = token_ids[upload([left], token_ids.device)[0]]
-            if ahead is not None:
-                return self._decode(ahead, answers, token_ids)
+        if (after := self._go_on(flight, flight.drawn.token_ids)) is not None:
+            return after
         with self.stats.stage("schedule"):
             self.scheduler.depart(chunk for chunk in flight.chunks if chunk.seq in self._answer_of)
             flight.has_departed = True
             chunks = self.scheduler.schedule(self._prompt_limit())
         return self._take_off(chunks, flight.unread)
+
+    def _go_on(self, flight: Flight, token_ids: torch.Tensor | None) -> Flight | None:
+        """Start the step after one that only decodes, where it decodes the same sequences, or those that are left.
+
+        token_ids: what that one draws, on the device; None where it was read.
+        """
+        rows, answers = flight.decodes, flight.answers
+        if rows is None or answers is None or flight.prompts:
+            return None
+        with self.stats.stage("schedule"):
+            gone = [row for row, seq in enumerate(rows.seqs) if seq not in self._answer_of]
+            ahead = self.scheduler.look_ahead(rows, gone)
+            if ahead is None:
+                return None
+            if len(ahead.seqs) != len(rows.seqs):
+                row_of = {seq: row for row, seq in enumerate(rows.seqs)}
+                left = np.array([row_of[seq] for seq in ahead.seqs])
+                answers = answers.take(left.tolist())
+                if token_ids is not None:
+                    token_ids = token_ids[upload([left], token_ids.device)[0]]
+        return self._decode(ahead, answers, token_ids)
 
     def _take_off(self, chunks: list[Chunk], unread: Unread | None = None) -> Flight | None:
         """Tell the device of a step, if there is anything to compute. unread: tokens of the step before, which may be
@@ -587,6 +605,8 @@ class Engine:
         rows, answers = flight.decodes, flight.answers
         if rows is None or answers is None:
             return []
+        if answers.push_all:
+            return [self._push(rows, drawn, row) for row in range(len(rows.seqs))]
         token_ids = np.array(drawn.token_ids[: len(rows.seqs)])
         pushed = answers.to_push(token_ids) | (token_ids < 0) | (rows.stops + 1 >= rows.max_lens)
         pushed[[row for row, seq in enumerate(rows.seqs) if seq not in self._answer_of]] = True
@@ -601,12 +621,14 @@ class Engine:
         else:
             self.scheduler.advance_decodes(seqs, rows.stops[collected], new)
         self.stats.num_output_tokens += len(new)
-        deltas = []
-        for row in np.flatnonzero(pushed).tolist():
-            if rows.seqs[row] in self._answer_of:
-                chunk = Chunk(rows.seqs[row], int(rows.stops[row]) - 1, int(rows.stops[row]))
-                deltas.append(self._update(chunk, self._result(chunk.seq, drawn, row)))
-        return deltas
+        return [self._push(rows, drawn, row) for row in np.flatnonzero(pushed).tolist()]
+
+    def _push(self, rows: DecodeRows, drawn: SamplerOutput, row: int) -> StreamDelta | None:
+        """Give a row's token to its answer, if that still goes on."""
+        seq, stop = rows.seqs[row], int(rows.stops[row])
+        if seq not in self._answer_of:
+            return None
+        return self._update(Chunk(seq, stop - 1, stop), self._result(seq, drawn, row))
 
     def _result(self, seq: Sequence, drawn: SamplerOutput, row: int) -> tuple[int, dict[int, Logprob] | None] | str:
         """A row's token and its logprobs, or what went wrong."""

@@ -322,10 +322,12 @@ class ModelRunner:
             exchange=exchange or (None if self._world.mesh.ep is None else ExchangeSize(count, fixed=False)),
         )
 
+    @torch.inference_mode()
     def run_idle(self, exchange: ExchangeSize) -> None:
         """Take part in a step of other replicas, with a token that is written nowhere."""
         self.hidden_states(self._idle_batch((1,), exchange))
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
         return self.compute_logits(self.hidden_states(batch))
@@ -337,13 +339,14 @@ class ModelRunner:
 
     def decode(self, batch: Batch) -> Decoded:
         """The step of the decode buffer's batch: a recorded one with its draws, or the logits alone."""
-        return self._graphs.run(batch) if self._graphs is not None else Decoded(self.run(batch), None)
+        if self._graphs is not None:
+            return self._graphs.run(batch)
+        return Decoded(self.compute_logits(self.hidden_states(batch)), None)
 
     def _decode_and_draw(self, batch: Batch) -> Decoded:
         logits, buffer, count = self.run(batch), self.decode_buffer, batch.num_tokens
         return Decoded(logits, draw_tokens(logits, buffer.temperature[:count], buffer.keys[:count]))
 
-    @torch.inference_mode()
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the rows whose logits are wanted [num_rows, size]."""
         hidden = self._prompt_graphs.run(batch) if self._prompt_graphs is not None else None
@@ -353,7 +356,6 @@ class ModelRunner:
             hidden = hidden.index_select(0, batch.logits_indices)
         return hidden
 
-    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [num_rows, vocab_size] of rows that `hidden_states` returned."""
         return self.model.compute_logits(hidden)

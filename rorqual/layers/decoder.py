@@ -222,17 +222,16 @@ class Decoder(nn.Module):
             assert isinstance(layer._feed_forward, GatedMLPBlock)
             halves.append((layer._attention, layer._feed_forward))
             numbers.append(layer.self_attn.layer)
-        return DecoderLayers(tuple(halves)), tuple(numbers)
+        return DecoderLayers(tuple(halves), self.norm.norm()), tuple(numbers)
 
     def forward(self, batch: Batch, kv: KVStorage) -> torch.Tensor:
         """-> [num_tokens, hidden_size], normalised."""
         hidden, residual = self.embed_tokens(batch.input_ids), None
         if self._as_one is not None and not are_calls_observed():
             layers, numbers = self._as_one
-            hidden, residual = decoder_layers(hidden, layers, batch, [kv[number] for number in numbers])
-        else:
-            for layer in self.layers:
-                hidden, residual = layer(hidden, residual, batch, kv)
+            return decoder_layers(hidden, layers, batch, kv.several(numbers))
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, batch, kv)
         return self.norm.add(hidden, residual)[0]
 
 

@@ -7,7 +7,6 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,9 +83,10 @@ class GatedMLPBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayers:
-    """The halves of consecutive layers."""
+    """The halves of consecutive layers, and the norm behind the last one."""
 
     halves: tuple[tuple[AttentionBlock, GatedMLPBlock], ...]
+    norm: Norm
     prepared: dict[str, Any] = field(default_factory=dict)
     """What kernels made of the above, by backend."""
 
@@ -188,13 +188,12 @@ def gated_mlp_block(
 
 @op
 def decoder_layers(
-    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer after the other, each with its cache: hidden [num_tokens, hidden_size] -> (hidden, residual) of the
-    same shape, whose sum is the stream behind the last one."""
+    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: tuple[LayerKV, ...]
+) -> torch.Tensor:
+    """One layer after the other, each with its cache: hidden [num_tokens, hidden_size] -> the stream behind the last
+    one, normalised, of the same shape. Kernels know caches again by their tuple."""
     residual: torch.Tensor | None = None
     for (attention, feed_forward), cache in zip(layers.halves, caches, strict=True):
         hidden, residual = attention_block(hidden, residual, attention, batch, cache)
         hidden, residual = gated_mlp_block(hidden, residual, feed_forward)
-    assert residual is not None
-    return hidden, residual
+    return add_norm(hidden, residual, layers.norm)[0]

@@ -45,18 +45,32 @@ def run(llm: LLM, *, ahead: bool, seed: int) -> list[RequestOutput]:
     return [done[request_id] for request_id in ids]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 20}, {"max_num_seqs": 3}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_kv_blocks": 20}, {"max_num_seqs": 3}, {"enable_prefix_caching": False}, {"name": "qwen2_windows"}],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_are_the_same(options: dict, seed: int) -> None:
-    answers = []
-    for ahead in (False, True):
-        with tiny_llm("llama", **options) as llm:
-            outputs = run(llm, ahead=ahead, seed=seed)
-            answers.append([[said(a, exact=ahead) for a in out.outputs] for out in outputs])
+def test_answers_are_the_same(options: dict, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether each step is scheduled, goes on from one that was read, or from one that was not."""
+    answers, shorter = [], 0
+    for kind in ("scheduled", "on", "ahead"):
+        with tiny_llm(**options) as llm:
+
+            def go_on(flight, token_ids, kind=kind, real=llm.engine._go_on):
+                nonlocal shorter
+                after = None if kind == "scheduled" else real(flight, token_ids)
+                shorter += kind == "on" and after is not None
+                return after
+
+            monkeypatch.setattr(llm.engine, "_go_on", go_on)
+            outputs = run(llm, ahead=kind == "ahead", seed=seed)
+            answers.append([[said(a, exact=bool(answers)) for a in out.outputs] for out in outputs])
             assert llm.engine.cache.usage() == 0
-            if ahead and not options:
+            assert llm.engine._landed is None, "an idle engine holds no step"
+            if kind == "ahead" and not options:
                 assert "wait" in llm.engine.stats.seconds
-    assert answers[0] == answers[1]
+    assert answers[1:] == [answers[0]] * 2
+    assert shorter
 
 
 def said(answer: CompletionOutput, *, exact: bool) -> tuple[object, ...]:

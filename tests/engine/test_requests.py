@@ -437,14 +437,14 @@ def test_closing_or_dropping_a_stream_frees_its_blocks(taken):
 def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     with tiny_llm() as llm:
         steps = iter(range(3))
-        real = llm.engine._runner.run
+        real = llm.engine._runner.hidden_states
 
-        def run(batch):
+        def hidden_states(batch):
             if next(steps, None) is None:
                 raise KeyboardInterrupt
             return real(batch)
 
-        monkeypatch.setattr(llm.engine._runner, "run", run)
+        monkeypatch.setattr(llm.engine._runner, "hidden_states", hidden_states)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt(5), prompt(9)], GREEDY, use_tqdm=False)
         assert not llm.engine.has_work

@@ -24,6 +24,7 @@ from rorqual.ops.decoder_blocks import (
 from rorqual.ops.linear import prepare_weight
 from rorqual.ops.native.library import usable_isas, using
 from rorqual.ops.registry import load_backends
+from rorqual.ops.rms_norm import rms_norm
 from rorqual.ops.store_kvcache import LayerKV, allocate_kvcache
 from rorqual.quantization.integer import Q4_1, Q8_0, IntegerStack, IntegerWeight
 from tests.ops.cases import normal
@@ -119,8 +120,8 @@ def in_two_groups(batch: Batch) -> Batch:
     return dataclasses.replace(batch, caches=(batch.caches[0], batch.caches[0]))
 
 
-def caches_for(batch: Batch, count: int, *, group: int) -> list[LayerKV]:
-    return [cache_for(batch)._replace(group=group) for _ in range(count)]
+def caches_for(batch: Batch, count: int, *, group: int) -> tuple[LayerKV, ...]:
+    return tuple(cache_for(batch)._replace(group=group) for _ in range(count))
 
 
 def stream(batch: Batch, residual: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -168,7 +169,8 @@ def layers_of(kind: str, count: int, **last: Any) -> DecoderLayers:
                 gated_mlp(kind, norm=norm(HIDDEN, 30 + i)),
             )
             for i in range(count)
-        )
+        ),
+        norm(HIDDEN, 40),
     )
 
 
@@ -181,15 +183,14 @@ def test_layers_equal_their_halves(isa, kind, name, count):
     batch, again = (in_two_groups(step(*BATCHES[name])) for _ in "12")
     with using(isa):
         layers = layers_of(kind, count, sliding_window=20)
-        ours, theirs = ([*caches_for(batch, count - 1, group=0), *caches_for(batch, 1, group=1)] for _ in "12")
+        ours, theirs = (caches_for(batch, count - 1, group=0) + caches_for(batch, 1, group=1) for _ in "12")
         x, _ = stream(batch, False)
         before = x.clone()
         assert decoder_layers.explain(x, layers, batch, ours)["native"] == "ok"
         want = decoder_layers.reference(x, layers, again, theirs)
         got = decoder_layers(x, layers, batch, ours)
         assert torch.equal(x, before)
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
+        assert torch.equal(got, want)
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a.key, b.key)
             assert torch.equal(a.value, b.value)
@@ -204,7 +205,27 @@ def test_layers_that_their_kernel_does_not_take_run_one_by_one():
     assert reason == "a layer is not for it: its weights are not laid out for it"
     got = decoder_layers(x, layers, batch, caches)
     want = decoder_layers.reference(x, layers, batch, caches_for(batch, 2, group=0))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(got, want)
+
+
+def test_layers_whose_last_norm_their_kernel_does_not_take_run_one_by_one():
+    batch = step(*BATCHES["mixed"])
+    last = Norm(norm(2 * HIDDEN, 40).weight[::2], 1e-5)
+    layers = DecoderLayers(layers_of("bfloat16", 2).halves, last)
+    x, _ = stream(batch, False)
+    caches = caches_for(batch, 2, group=0)
+    assert decoder_layers.explain(x, layers, batch, caches)["native"].endswith("[128] of strides [2]")
+    want = decoder_layers.reference(x, layers, batch, caches_for(batch, 2, group=0))
+    assert torch.equal(decoder_layers(x, layers, batch, caches), want)
+
+
+def test_no_layers_at_all_are_their_norm():
+    batch = step(*BATCHES["mixed"])
+    x, _ = stream(batch, False)
+    layers = DecoderLayers((), norm(HIDDEN, 40))
+    assert decoder_layers.explain(x, layers, batch, ())["native"] == "there are no layers"
+    want = rms_norm(x, layers.norm.weight, eps=layers.norm.eps).out
+    assert torch.equal(decoder_layers(x, layers, batch, ()), want)
 
 
 def test_layers_may_meet_several_caches():
@@ -212,10 +233,10 @@ def test_layers_may_meet_several_caches():
     layers, (x, _) = layers_of("bfloat16", 2), stream(batch, False)
     first, second = (caches_for(batch, 2, group=0) for _ in "12")
     second[1].key.neg_()
-    want = decoder_layers.reference(x, layers, batch, [first[0], second[1]])
+    want = decoder_layers.reference(x, layers, batch, (first[0], second[1]))
     for caches in (first, second, first):
         got = decoder_layers(x, layers, batch, caches)
-        assert torch.equal(got[0], want[0]) == (caches is second)
+        assert torch.equal(got, want) == (caches is second)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -289,7 +310,7 @@ def test_a_position_outside_the_table_is_an_error_and_writes_nothing():
             stream(batch, False)[0],
             layers_of("bfloat16", 1, rotation=Rotation(normal(20, DIM), False, 0)),
             batch,
-            [cache],
+            (cache,),
         )
     assert torch.equal(cache.key, before)
 
@@ -315,7 +336,7 @@ def test_one_block_may_meet_several_caches():
     ("change", "sentence"),
     [
         ({"out": Product(matrix("bfloat16", HIDDEN, HEADS * DIM, 4))}, "weights are not laid out"),
-        ({"norm": Norm(torch.ones(HIDDEN), 1e-5)}, "needs bfloat16 norms of 128 values, got torch.float32"),
+        ({"norm": Norm(torch.ones(HIDDEN), 1e-5)}, "needs bfloat16 norms of 128 values in a row, got torch.float32"),
         ({"rotation": Rotation(normal(64, DIM, dtype=BF16), False, 0)}, "needs a float32 table"),
         ({"rotation": Rotation(normal(64, DIM), False, 16)}, "needs a float32 table for at most 32 channels"),
     ],

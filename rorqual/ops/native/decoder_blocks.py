@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -78,12 +77,15 @@ class _Plan(NamedTuple):
     address: int = 0
     kept: tuple[object, ...] = ()
     """Alive as long as the addresses in the structure are used."""
+    groups: tuple[int, ...] = ()
+    """Of the caches of all layers, each once."""
 
 
 def refuse_norm(norm: Norm, size: int) -> str | None:
     """Why a block's kernel does not take a norm, or None."""
     if norm.weight.dtype != _BF16 or norm.weight.numel() != size or not norm.weight.is_contiguous():
-        return f"needs bfloat16 norms of {size} values, got {norm.weight.dtype} {list(norm.weight.shape)}"
+        got = f"{norm.weight.dtype} {list(norm.weight.shape)} of strides {list(norm.weight.stride())}"
+        return f"needs bfloat16 norms of {size} values in a row, got {got}"
     return None
 
 
@@ -180,17 +182,20 @@ def _plan_of(block: AttentionBlock | GatedMLPBlock, cache: LayerKV | None) -> _P
     return plan
 
 
-def _plan_of_layers(layers: DecoderLayers, caches: Sequence[LayerKV]) -> _Plan:
+def _plan_of_layers(layers: DecoderLayers, caches: tuple[LayerKV, ...]) -> _Plan:
     """The plan of all layers, made anew if their caches or the kernels are others."""
     found = kernels()
-    made_of = (found and found.isa, *(tensor.data_ptr() for cache in caches for tensor in (cache.key, cache.value)))
     plan: _Plan | None = layers.prepared.get("native")
-    if plan is None or plan.made_of != made_of:
-        plan = layers.prepared["native"] = _make_plan_of_layers(made_of, layers, caches)
+    if plan is None or plan.made_of[0] is not caches or plan.made_of[1] != (found and found.isa):
+        plan = layers.prepared["native"] = _make_plan_of_layers((caches, found and found.isa), layers, caches)
     return plan
 
 
-def _make_plan_of_layers(made_of: tuple[object, ...], layers: DecoderLayers, caches: Sequence[LayerKV]) -> _Plan:
+def _make_plan_of_layers(made_of: tuple[object, ...], layers: DecoderLayers, caches: tuple[LayerKV, ...]) -> _Plan:
+    if not layers.halves:
+        return _Plan(made_of, "there are no layers")
+    if reason := refuse_norm(layers.norm, layers.halves[0][0].norm.weight.numel()):
+        return _Plan(made_of, reason)
     plans: list[_Plan] = []
     made = (_Layer * len(caches))()
     for structure, (attention, feed_forward), cache in zip(made, layers.halves, caches, strict=True):
@@ -201,7 +206,8 @@ def _make_plan_of_layers(made_of: tuple[object, ...], layers: DecoderLayers, cac
         plans += of_layer
         structure.attention, structure.feed_forward = (plan.address for plan in of_layer)
         structure.group, structure.rotary_rows = cache.group, attention.rotation.cos_sin.shape[0]
-    return _Plan(made_of, None, ctypes.addressof(made), (made, plans))
+    groups = tuple({cache.group for cache in caches})
+    return _Plan(made_of, None, ctypes.addressof(made), (made, plans), groups)
 
 
 def refuse_rows(hidden: torch.Tensor, residual: torch.Tensor | None) -> str | None:
@@ -223,7 +229,9 @@ def _refuse_gated_mlp(hidden: torch.Tensor, residual: torch.Tensor | None, block
     return _plan_of(block, None).refusal or refuse_rows(hidden, residual)
 
 
-def _refuse_layers(hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]) -> str | None:
+def _refuse_layers(
+    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: tuple[LayerKV, ...]
+) -> str | None:
     return refuse_rows(hidden, None) or _plan_of_layers(layers, caches).refusal
 
 
@@ -311,17 +319,24 @@ def gated_mlp_block_native(
 
 @decoder_layers.impl("native", refuse=_refuse_layers)
 def decoder_layers_native(
-    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: Sequence[LayerKV]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor, layers: DecoderLayers, batch: Batch, caches: tuple[LayerKV, ...]
+) -> torch.Tensor:
     """See the reference; equal to the single kernels to the bit."""
-    found, plan = kernels(), layers.prepared["native"]
+    found, plan, norm = kernels(), layers.prepared["native"], layers.norm
     assert found is not None
     out, total = torch.empty_like(hidden), torch.empty_like(hidden)
     steps = (c_void_p * len(batch.caches))()
-    for group in {cache.group for cache in caches}:
+    for group in plan.groups:
         steps[group] = _step_of(batch, group)[0]
     failed = found.decoder_layers(
-        plan.address, len(caches), ctypes.addressof(steps), hidden.data_ptr(), out.data_ptr(), total.data_ptr()
+        plan.address,
+        len(caches),
+        norm.weight.data_ptr(),
+        norm.eps,
+        ctypes.addressof(steps),
+        hidden.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
     )
     _check(failed, hidden, layers.halves[0][0], batch)
-    return out, total
+    return out

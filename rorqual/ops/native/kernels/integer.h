@@ -315,6 +315,12 @@ static const float *tile_factors(const input_t *in, int64_t steps, int64_t m, in
     return factors;
 }
 
+// What is read once is kept out of the outer caches: there lies what Python needs between two steps.
+INLINE void fetch_codes(const uint8_t *p, const int once) {
+    if (once) __builtin_prefetch(p, 0, 0);
+    else __builtin_prefetch(p);
+}
+
 // Some rows by the block at `data` and, of two `blocks`, the next one, one sum for each row and lane. Codes are
 // unpacked once for all rows, and inputs broadcast once for both blocks.
 INLINE void integer_rows(const operand_t *w, const input_t *in, const float *factors, int64_t m, const int rows,
@@ -343,7 +349,7 @@ INLINE void integer_rows(const operand_t *w, const input_t *in, const float *fac
 #pragma GCC unroll 2
                 for (int b = 0; b < blocks; b++)
                     for (int64_t line = 0; line < layout.code_bytes + 64; line += 64)
-                        __builtin_prefetch(p + b * apart_bytes + ahead + line);
+                        fetch_codes(p + b * apart_bytes + ahead + line, rows == 1);
             }
 #pragma GCC unroll 2
             for (int half = 0; half < 32 / group; half++) {
