@@ -59,10 +59,9 @@ class DecodeBuffer:
         """By their number of rows, whose contexts the host is yet to say."""
         self.filled: Batch | None = None
         """The batch that the tensors hold now."""
-        arrays = self._staging.arrays()
-        for array in arrays:
-            array.fill(0)
-        self._clear_behind(arrays, 0)
+        self._num_written: dict[int, int] = {}
+        """Rows of each turn's arrays that may do something, by the list's identity."""
+        self._clear_behind(self._staging.arrays(), 0)
         self._staging.send()
 
     def batch(self, count: int, context_lens: tuple[int, ...]) -> Batch:
@@ -120,12 +119,16 @@ class DecodeBuffer:
 
     def _clear_behind(self, arrays: list[NDArray[np.int64]], count: int) -> None:
         """Let the rows from `count` on do nothing."""
+        written = self._num_written.get(id(arrays), self.max_num_seqs)
+        self._num_written[id(arrays)] = count
+        if written <= count:
+            return
         _, positions, context_lens, temperature, _, *per_group = arrays
         num_groups = len(self._paging)
         for array in (positions, context_lens, temperature, *per_group[num_groups:]):
-            array[count:] = 0
+            array[count:written] = 0
         for slots in per_group[:num_groups]:
-            slots[count:] = -1
+            slots[count:written] = -1
 
     def _send_tables(self, rows: DecodeRows, num_tokens: int) -> None:
         """Bring the block tables on the device up to date; the rows have `num_tokens` tokens at most."""

@@ -154,7 +154,8 @@ class Scheduler:
         if len(rows.seqs) - len(gone) != len(self.running):
             return None
         goes_on = rows.stops + 1 < rows.max_lens
-        goes_on[list(gone)] = False
+        if gone:
+            goes_on[list(gone)] = False
         if self.waiting and np.count_nonzero(goes_on) < self.max_num_seqs:
             return None
         if not goes_on.all():

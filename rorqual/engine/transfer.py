@@ -48,8 +48,8 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 class StagedArrays:
     """Tensors that stay where they are on the device, and arrays on the host that are written and sent, in one copy.
 
-    Each step: write all of `arrays()`, whose content is undefined, then `send`. On the CPU arrays and tensors share
-    their memory.
+    Each step: write `arrays()`, which hold what they held when they were last returned, then `send`. On the CPU arrays
+    and tensors share their memory.
     """
 
     def __init__(self, fields: Sequence[tuple[tuple[int, ...], DTypeLike]], device: torch.device) -> None:
@@ -78,7 +78,7 @@ class StagedArrays:
         self._turn = 0
 
     def arrays(self) -> list[NDArray[Any]]:
-        """The arrays to write, one per field."""
+        """The arrays to write, one per field; they take turns, and each turn's list is the same object."""
         if self._on_cuda:
             self._turn = (self._turn + 1) % _TURNS
             self._sent[self._turn].synchronize()  # sent two steps ago, so there is nothing to wait for

@@ -95,6 +95,26 @@ def test_batches_of_steps_ahead_are_those_of_the_sequences(seed: int) -> None:
     assert num_steps > 3
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_behind_a_step_do_nothing_however_many_there_were(device: str) -> None:
+    seqs = [Sequence(i, [3, 4, 5 + i], 2, 20, sampler_slot=i) for i in range(MOST)]
+    for i, seq in enumerate(seqs):
+        seq.block_tables = [array("i", [3 * i + 1]) for _ in PAGING]
+    whole = DecodeRows.of([Chunk(seq, 2, 3) for seq in seqs])
+    assert whole is not None
+    buffer = DecodeBuffer(max_num_seqs=MOST, max_model_len=48, paging=PAGING, device=torch.device(device))
+    for count in (2, 1, MOST, 1, 1, 3, 3, 2, MOST, MOST, 1):
+        rows = whole.take(np.arange(count))
+        batch = buffer.fill(rows, None, Draws(np.ones(count), np.ones((count, 2), np.int64)))
+        assert batch.input_ids.tolist() == [5 + i for i in range(count)]
+        assert buffer._positions.tolist() == [2] * count + [0] * (MOST - count)
+        assert buffer._context_lens.tolist() == [3] * count + [0] * (MOST - count)
+        assert buffer.temperature.tolist() == [1.0] * count + [0.0] * (MOST - count)
+        assert (buffer._slots[0][:count] >= 0).all()
+        for slots in buffer._slots:
+            assert (slots[count:] == -1).all()
+
+
 def test_only_single_last_tokens_of_begun_answers_are_rows() -> None:
     def chunk(num_tokens: int, num_prompt: int, start: int, stop: int) -> Chunk:
         seq = Sequence(0, [1] * num_tokens, num_prompt, 20)
