@@ -32,7 +32,7 @@ def compiled(group: int, dims: int, block_size: int, *, soft_cap: bool = False, 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     cache = f"tensordesc<bf16[{block_size}, {BOX_COLUMNS}],{layout!r}>"
     types = {"query": "*bf16", "out": "*bf16", "sinks": "*fp32", "key_cache": cache, "value_cache": cache}
-    types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens", "tiles"), "*i32")
+    types |= dict.fromkeys(("block_tables", "context_lens", "cu_seqlens", "tiles", "counters"), "*i32")
     types |= dict.fromkeys(("scale", "cap"), "fp32")
     constants = {"GROUP": group, "D": dims, "BLOCK_SIZE": block_size, "CAPPED": soft_cap, "SINKS": sinks} | tile
     names = kernel.arg_names

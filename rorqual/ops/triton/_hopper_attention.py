@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rorqual.ops._hopper_tiles import is_hopper
 from rorqual.ops.triton._hopper import boxes, num_multiprocessors
+from rorqual.ops.triton._linear_launch import arrivals
 
 HOPPER_TILE = {"BM": 128, "BN": 128, "STAGES": 2, "num_warps": 4}
 BOX_COLUMNS = 64
@@ -71,6 +72,7 @@ def attend_chunks(
         sinks,
         cu_seqlens,
         tiles,
+        arrivals(query.device),
         out,
         len(tiles),
         num_kv_heads,

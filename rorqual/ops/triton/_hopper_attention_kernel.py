@@ -1,9 +1,9 @@
 """The kernel of paged attention for chunks on Hopper: one warp copies keys and values, two groups of four multiply.
 
 Tiles, blocks of keys and the order of sums are those of `_attention_kernel`: what a query gets does not depend on which
-chunk or tile it is in. A program takes one tile after another, so that a tile's first keys come while the tile before
-is finished. Each multiplying group has half of a tile's rows to itself; while it computes the weights of a block of
-keys, its product with the values of the block before is under way.
+chunk or tile it is in. A program takes one tile after another, each time the first that no program has; while a tile
+is stored, the next one's queries and first keys are multiplied. Each multiplying group has half of a tile's rows to
+itself; while it computes the weights of a block of keys, its product with the values of the block before is under way.
 
 Written in Gluon, where warps and memory are the kernel's own business; it has no interpreter.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -43,19 +44,12 @@ def _blocks_of(first, length, context, BM: gl.constexpr, BN: gl.constexpr, GROUP
 
 
 @gluon.jit
-def _item(round):
-    """The item of this program in a round: every other round from the other end, as the longest ones come first."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return round * programs + gl.where(round % 2 == 0, program, programs - 1 - program)
-
-
-@gluon.jit
-def _rounds(items):
-    """How many items this program has."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    whole = items // programs
-    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
-    return whole + (place < items % programs).to(gl.int32)
+def _next_item(next_items, next_ready, round, WARPS: gl.constexpr):
+    """The item of this program behind that of a round, as the copying warp says it."""
+    SLOTS: gl.constexpr = next_items.shape[0]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(next_ready.index(round % SLOTS), (round // SLOTS) & 1)
+    return gl.sum(next_items.index(round % SLOTS).load(ONE), 0)
 
 
 @gluon.jit
@@ -73,20 +67,38 @@ def _copy(cache, pieces, ready, slot, ids, head, num_kv_heads, BN: gl.constexpr,
 
 
 @gluon.jit
-def _produce(key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, table_row,
-             keys, values, k_ready, k_free, v_ready, v_free, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
-             D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Keys and values of every tile of this program, block by block, into slots as they become free."""
+def _produce(key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, counters, num_tiles, num_kv_heads,
+             table_row, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready, BM: gl.constexpr,
+             BN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    """Keys and values of every tile of this program, block by block, into slots as they become free.
+
+    It also says which tile is the next, in one of STAGES + 2 slots: when it comes to a tile, all have begun the third
+    one before it, whose blocks have given their places. Behind the last tile comes one block of keys more: the groups
+    multiply a next tile's first ones in any case.
+    """
     PIECES: gl.constexpr = BN // BLOCK_SIZE
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_pieces = keys._reinterpret(keys.dtype, [STAGES * PIECES * (D // 64), BLOCK_SIZE, 64], LAYOUT)
     v_pieces = values._reinterpret(values.dtype, [STAGES * PIECES * (D // 64), BLOCK_SIZE, 64], LAYOUT)
     items = num_tiles * num_kv_heads
+    SLOTS: gl.constexpr = next_items.shape[0]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = 0
-    for round in range(0, _rounds(items)):
-        item = _item(round)
-        seq, head, first, _begin, length, context = _tile_of(item, num_kv_heads, tiles, cu_seqlens, context_lens)
+    round = 0
+    item = gl.program_id(0)
+    left = 1
+    while left > 0:
+        left = (item < items).to(gl.int32)
+        next = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+        if left > 0:
+            next_items.index(round % SLOTS).store(gl.full([1], next, gl.int32, ONE))
+            mbarrier.arrive(next_ready.index(round % SLOTS))
+        seq, head, first, _begin, length, context = _tile_of(
+            gl.minimum(item, items - 1), num_kv_heads, tiles, cu_seqlens, context_lens
+        )
         _seen_by_all, blocks = _blocks_of(first, length, context, BM, BN, GROUP)
+        blocks = gl.where(left > 0, blocks, 1)
         table = block_tables + seq.to(gl.int64) * table_row
         last = (context - 1) // BLOCK_SIZE
         for j in range(0, blocks):
@@ -97,9 +109,12 @@ def _produce(key_cache, value_cache, block_tables, context_lens, cu_seqlens, til
             phase = (count // STAGES) & 1
             mbarrier.wait(k_free.index(slot), phase ^ 1)
             _copy(key_cache, k_pieces, k_ready, slot, ids, head, num_kv_heads, BN, D, BLOCK_SIZE)
-            mbarrier.wait(v_free.index(slot), phase ^ 1)
-            _copy(value_cache, v_pieces, v_ready, slot, ids, head, num_kv_heads, BN, D, BLOCK_SIZE)
+            if left > 0:
+                mbarrier.wait(v_free.index(slot), phase ^ 1)
+                _copy(value_cache, v_pieces, v_ready, slot, ids, head, num_kv_heads, BN, D, BLOCK_SIZE)
             count += 1
+        item = next
+        round += 1
 
 
 @gluon.jit
@@ -124,6 +139,36 @@ def _lines(first, begin, head, length, token_step, head_step, LINES: gl.constexp
 
 
 @gluon.jit
+def _copy_queries(query, to, first, begin, head, length, token_step, head_step, LINES: gl.constexpr,
+                  PART: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    """Start to copy a part's rows; behind the chunk's end, its last token's."""
+    lines = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
+    tokens = (begin + gl.minimum(first + lines // GROUP, length - 1)).to(gl.int64)
+    heads = head * GROUP + lines % GROUP
+    at = tokens[:, None] * token_step + heads[:, None] * head_step + d[None, :]
+    async_copy.async_copy_global_to_shared(to, query + at)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _queries_of(queries, turn, PART: gl.constexpr):
+    """A part's queries of an even or odd round. Said anew for each product: Triton 3.6 works out where operands of a
+    product lie ahead of the first loop that has it, and takes that for known in another loop when the first had no
+    turn."""
+    turn = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+    return queries.index(2 * PART + turn)
+
+
+@gluon.jit
+def _queries_are_there():
+    """Wait for `_copy_queries`, and let products see what it copied."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _weigh(scores, most, total, scale, cap, start, position, rows_layout: gl.constexpr, MASKED: gl.constexpr,
            CAPPED: gl.constexpr):  # fmt: skip
     """Scores of BN keys to weights; the softmax's maxima and totals with them; what earlier sums shrink by."""
@@ -143,19 +188,19 @@ def _weigh(scores, most, total, scale, cap, start, position, rows_layout: gl.con
 
 
 @gluon.jit
-def _block(q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc, scale, cap,
-           start, position, S: gl.constexpr, A: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-           MASKED: gl.constexpr, CAPPED: gl.constexpr):  # fmt: skip
+def _block(queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc, scale, cap,
+           start, position, PART: gl.constexpr, S: gl.constexpr, A: gl.constexpr, BN: gl.constexpr,
+           STAGES: gl.constexpr, MASKED: gl.constexpr, CAPPED: gl.constexpr):  # fmt: skip
     """Scores and weights of block `count`, and the values of the one before it."""
-    ROWS: gl.constexpr = q.shape[0]
+    ROWS: gl.constexpr = queries.shape[1]
     P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     slot = count % STAGES
     phase = (count // STAGES) & 1
     before = (count - 1) % STAGES
     phase_before = ((count - 1) // STAGES) & 1
     mbarrier.wait(k_ready.index(slot), phase)
-    scores = warpgroup_mma(q, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, BN], gl.float32, S), use_acc=False,
-                           is_async=True)  # fmt: skip
+    scores = warpgroup_mma(_queries_of(queries, turn, PART), keys.index(slot).permute((1, 0)),
+                           gl.zeros([ROWS, BN], gl.float32, S), use_acc=False, is_async=True)  # fmt: skip
     mbarrier.wait(v_ready.index(before), phase_before)
     acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -172,9 +217,10 @@ def _block(q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, mo
 
 @gluon.jit
 def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token, query_head,
-             out_token, scale, cap, queries, keys, values, k_ready, k_free, v_ready, v_free, PART: gl.constexpr,
-             BM: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-             BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip
+             out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready,
+             PART: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
+             D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
+             SINKS: gl.constexpr):  # fmt: skip
     """Rows PART * ROWS .. of every tile of this program."""
     WARPS: gl.constexpr = ROWS // 16
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
@@ -185,18 +231,26 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
     PIECES: gl.constexpr = BN // BLOCK_SIZE
     PIECE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_shared = queries.index(PART)
     items = num_tiles * num_kv_heads
     count = 0
-    _seq, head, first, begin, length, context = _tile_of(_item(0), num_kv_heads, tiles, cu_seqlens, context_lens)
-    at, mask = _lines(first, begin, head, length, query_token, query_head, LINES, PART, ROWS, GROUP, D)
-    q = gl.load(query + at, mask=mask, other=0.0)
-    for round in range(0, _rounds(items)):
-        q_shared.store(q)
-        fence_async_shared()
+    item = gl.program_id(0)
+    round = 0
+    turn = 0
+    _seq, head, first, begin, length, context = _tile_of(item, num_kv_heads, tiles, cu_seqlens, context_lens)
+    _copy_queries(query, queries.index(2 * PART), first, begin, head, length, query_token, query_head, LINES, PART,
+                  ROWS, GROUP, D)  # fmt: skip
+    _queries_are_there()
+    mbarrier.wait(k_ready.index(0), 0)
+    scores = warpgroup_mma(queries.index(2 * PART), keys.index(0).permute((1, 0)),
+                           gl.zeros([ROWS, BN], gl.float32, S), use_acc=False, is_async=True)  # fmt: skip
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_free.index(0))
+    while item < items:
         # The next tile's numbers and queries are under way before they are needed; behind the last one, any tile's.
+        item = _next_item(next_items, next_ready, round, WARPS)
+        round += 1
         _next_seq, next_head, next_first, next_begin, next_length, next_context = _tile_of(
-            gl.minimum(_item(round + 1), items - 1), num_kv_heads, tiles, cu_seqlens, context_lens
+            gl.minimum(item, items - 1), num_kv_heads, tiles, cu_seqlens, context_lens
         )
         # Not carried on from the tile before: Triton 3.6 takes such a variable for a constant of the loop.
         seen_by_all, blocks = _blocks_of(first, length, context, BM, BN, GROUP)
@@ -210,31 +264,24 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
             total = gl.full([ROWS], 0.0, gl.float32, ROW)
         acc = gl.zeros([ROWS, D], gl.float32, A)
 
-        # The first block, before which there are no values; every row sees key 0.
-        slot = count % STAGES
-        mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
-        scores = warpgroup_mma(q_shared, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, BN], gl.float32, S),
-                               use_acc=False, is_async=True)  # fmt: skip
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(slot))
+        # The first block, before which there are no values, and whose scores are there; every row sees key 0.
         weights, most, total, _shrink = _weigh(scores, most, total, scale, cap, 0, position, S, True, CAPPED)
         weights = gl.convert_layout(_bfloat16(weights), P)
         count += 1
+        _copy_queries(query, queries.index(2 * PART + 1 - turn), next_first, next_begin, next_head, next_length,
+                      query_token, query_head, LINES, PART, ROWS, GROUP, D)  # fmt: skip
         for _ in range(1, seen_by_all):
             weights, most, total, acc = _block(
-                q_shared, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
-                scale, cap, 0, position, S, A, BN, STAGES, False, CAPPED,
+                queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
+                scale, cap, 0, position, PART, S, A, BN, STAGES, False, CAPPED,
             )  # fmt: skip
             count += 1
         for j in range(gl.maximum(1, seen_by_all), blocks):
             weights, most, total, acc = _block(
-                q_shared, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
-                scale, cap, j * BN, position, S, A, BN, STAGES, True, CAPPED,
+                queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
+                scale, cap, j * BN, position, PART, S, A, BN, STAGES, True, CAPPED,
             )  # fmt: skip
             count += 1
-        at, mask = _lines(next_first, next_begin, next_head, next_length, query_token, query_head, LINES, PART, ROWS,
-                          GROUP, D)  # fmt: skip
-        q = gl.load(query + at, mask=mask, other=0.0)
         slot = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(slot), ((count - 1) // STAGES) & 1)
         held = context - (blocks - 1) * BN
@@ -248,15 +295,25 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
                     here.store(gl.where((piece * BLOCK_SIZE + inner < held)[:, None], kept, 0.0))
             fence_async_shared()
             gl.thread_barrier()
+        # The last values' product, and behind it the next tile's first scores, which come while this tile is stored.
+        _queries_are_there()
         acc = warpgroup_mma(weights, values.index(slot), acc, is_async=True)
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        k_slot = count % STAGES
+        mbarrier.wait(k_ready.index(k_slot), (count // STAGES) & 1)
+        scores = warpgroup_mma(_queries_of(queries, 1 - turn, PART), keys.index(k_slot).permute((1, 0)),
+                               gl.zeros([ROWS, BN], gl.float32, S), use_acc=False, is_async=True)  # fmt: skip
+        acc, weights = warpgroup_mma_wait(1, deps=[acc, weights])
         mbarrier.arrive(v_free.index(slot))
 
         inverse = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, A))
-        q_shared.store(_bfloat16(acc * inverse[:, None]))
+        staged = queries.index(2 * PART + turn)
+        staged.store(_bfloat16(acc * inverse[:, None]))
         at, mask = _lines(first, begin, head, length, out_token, D, LINES, PART, ROWS, GROUP, D)
-        gl.store(out + at, q_shared.load(LINES), mask=mask)
+        gl.store(out + at, staged.load(LINES), mask=mask)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(k_slot))
         head, first, begin, length, context = next_head, next_first, next_begin, next_length, next_context
+        turn = 1 - turn
 
 
 @gluon.jit(do_not_specialize=["table_row", "num_tiles", "num_kv_heads"])
@@ -269,6 +326,7 @@ def hopper_chunk_kernel(
     sinks,
     cu_seqlens,
     tiles,
+    counters,
     out,
     num_tiles,
     num_kv_heads,
@@ -289,11 +347,14 @@ def hopper_chunk_kernel(
 ):
     """tiles int32 [num_tiles, 2]: sequence, and the tile's first query counted in its chunk. As many programs as fit.
 
+    counters int32 [2 or more]: the tiles taken beyond each program's first, and the programs that are done; zero before
+    and after the launch.
+
     key_cache, value_cache: descriptors of [rows, D], boxes of [BLOCK_SIZE, 64]; a block's head is BLOCK_SIZE rows.
     """
     ROWS: gl.constexpr = BM // 2
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, D], LAYOUT)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [4, ROWS, D], LAYOUT)
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], LAYOUT)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, D], LAYOUT)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -305,20 +366,28 @@ def hopper_chunk_kernel(
         mbarrier.init(v_ready.index(slot), count=1)
         mbarrier.init(k_free.index(slot), count=2)
         mbarrier.init(v_free.index(slot), count=2)
+    next_items = gl.allocate_shared_memory(gl.int32, [STAGES + 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES + 2):
+        mbarrier.init(next_ready.index(slot), count=1)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
             (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token,
-                        query_head, out_token, scale, cap, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                        0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+                        query_head, out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready,
+                        v_free, next_ready, 0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
             (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token,
-                        query_head, out_token, scale, cap, queries, keys, values, k_ready, k_free, v_ready, v_free,
-                        1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
-            (_produce, (key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, num_tiles,
-                        num_kv_heads, table_row, keys, values, k_ready, k_free, v_ready, v_free, BM, BN, GROUP, D,
-                        BLOCK_SIZE, STAGES)),
+                        query_head, out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready,
+                        v_free, next_ready, 1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+            (_produce, (key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, counters, num_tiles,
+                        num_kv_heads, table_row, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready,
+                        BM, BN, GROUP, D, BLOCK_SIZE, STAGES)),
         ],
         [4, 1],
         [232, 40],
     )  # fmt: skip
+    # The last program leaves the counters as it found them.
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
