@@ -44,12 +44,27 @@ def _blocks_of(first, length, context, BM: gl.constexpr, BN: gl.constexpr, GROUP
 
 
 @gluon.jit
-def _next_item(next_items, next_ready, round, WARPS: gl.constexpr):
-    """The item of this program behind that of a round, as the copying warp says it."""
-    SLOTS: gl.constexpr = next_items.shape[0]
+def _announce(numbers, ready, round, tile):
+    """Say what the tile of a round is: its head, first query, first token, length and context; -1 for none."""
+    SLOTS: gl.constexpr = ready.shape[0]
+    NUMBERS: gl.constexpr = numbers.shape[0] // SLOTS
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(NUMBERS):
+        numbers.index(round % SLOTS * NUMBERS + i).store(gl.full([1], tile[i], gl.int32, ONE))
+    mbarrier.arrive(ready.index(round % SLOTS))
+
+
+@gluon.jit
+def _announced(numbers, ready, round, WARPS: gl.constexpr):
+    """What `_announce` said."""
+    SLOTS: gl.constexpr = ready.shape[0]
+    NUMBERS: gl.constexpr = numbers.shape[0] // SLOTS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(next_ready.index(round % SLOTS), (round // SLOTS) & 1)
-    return gl.sum(next_items.index(round % SLOTS).load(ONE), 0)
+    mbarrier.wait(ready.index(round % SLOTS), (round // SLOTS) & 1)
+    found = ()
+    for i in gl.static_range(NUMBERS):
+        found = found + (gl.sum(numbers.index(round % SLOTS * NUMBERS + i).load(ONE), 0),)  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -68,35 +83,34 @@ def _copy(cache, pieces, ready, slot, ids, head, num_kv_heads, BN: gl.constexpr,
 
 @gluon.jit
 def _produce(key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, counters, num_tiles, num_kv_heads,
-             table_row, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready, BM: gl.constexpr,
+             table_row, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced, BM: gl.constexpr,
              BN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
              STAGES: gl.constexpr):  # fmt: skip
     """Keys and values of every tile of this program, block by block, into slots as they become free.
 
-    It also says which tile is the next, in one of STAGES + 2 slots: when it comes to a tile, all have begun the third
-    one before it, whose blocks have given their places. Behind the last tile comes one block of keys more: the groups
-    multiply a next tile's first ones in any case.
+    It also says what the next tile is, in one of STAGES + 2 slots: when it comes to a tile, all have begun the third
+    one before it, whose blocks have given their places. Behind the last tile comes one block of keys more, of any: the
+    groups multiply a next tile's first ones in any case.
     """
     PIECES: gl.constexpr = BN // BLOCK_SIZE
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     k_pieces = keys._reinterpret(keys.dtype, [STAGES * PIECES * (D // 64), BLOCK_SIZE, 64], LAYOUT)
     v_pieces = values._reinterpret(values.dtype, [STAGES * PIECES * (D // 64), BLOCK_SIZE, 64], LAYOUT)
     items = num_tiles * num_kv_heads
-    SLOTS: gl.constexpr = next_items.shape[0]
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = 0
     round = 0
     item = gl.program_id(0)
+    seq, head, first, _begin, length, context = _tile_of(item, num_kv_heads, tiles, cu_seqlens, context_lens)
     left = 1
     while left > 0:
         left = (item < items).to(gl.int32)
-        next = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
-        if left > 0:
-            next_items.index(round % SLOTS).store(gl.full([1], next, gl.int32, ONE))
-            mbarrier.arrive(next_ready.index(round % SLOTS))
-        seq, head, first, _begin, length, context = _tile_of(
+        item = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+        next_seq, next_head, next_first, next_begin, next_length, next_context = _tile_of(
             gl.minimum(item, items - 1), num_kv_heads, tiles, cu_seqlens, context_lens
         )
+        if left > 0:
+            told = gl.where(item < items, next_head, -1), next_first, next_begin, next_length, next_context
+            _announce(numbers, announced, round, told)
         _seen_by_all, blocks = _blocks_of(first, length, context, BM, BN, GROUP)
         blocks = gl.where(left > 0, blocks, 1)
         table = block_tables + seq.to(gl.int64) * table_row
@@ -113,7 +127,7 @@ def _produce(key_cache, value_cache, block_tables, context_lens, cu_seqlens, til
                 mbarrier.wait(v_free.index(slot), phase ^ 1)
                 _copy(value_cache, v_pieces, v_ready, slot, ids, head, num_kv_heads, BN, D, BLOCK_SIZE)
             count += 1
-        item = next
+        seq, head, first, length, context = next_seq, next_head, next_first, next_length, next_context
         round += 1
 
 
@@ -153,9 +167,11 @@ def _copy_queries(query, to, first, begin, head, length, token_step, head_step, 
 
 @gluon.jit
 def _queries_of(queries, turn, PART: gl.constexpr):
-    """A part's queries of an even or odd round. Said anew for each product: Triton 3.6 works out where operands of a
-    product lie ahead of the first loop that has it, and takes that for known in another loop when the first had no
-    turn."""
+    """A part's queries of an even or odd round, for one loop.
+
+    Said anew for each: where a product's operand lies is worked out ahead of the first loop that has it, and Triton 3.6
+    takes that for known in the second, also when the first had no turn.
+    """
     turn = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
     return queries.index(2 * PART + turn)
 
@@ -188,19 +204,19 @@ def _weigh(scores, most, total, scale, cap, start, position, rows_layout: gl.con
 
 
 @gluon.jit
-def _block(queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc, scale, cap,
-           start, position, PART: gl.constexpr, S: gl.constexpr, A: gl.constexpr, BN: gl.constexpr,
-           STAGES: gl.constexpr, MASKED: gl.constexpr, CAPPED: gl.constexpr):  # fmt: skip
+def _block(q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc, scale, cap,
+           start, position, S: gl.constexpr, A: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+           MASKED: gl.constexpr, CAPPED: gl.constexpr):  # fmt: skip
     """Scores and weights of block `count`, and the values of the one before it."""
-    ROWS: gl.constexpr = queries.shape[1]
+    ROWS: gl.constexpr = q.shape[0]
     P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     slot = count % STAGES
     phase = (count // STAGES) & 1
     before = (count - 1) % STAGES
     phase_before = ((count - 1) // STAGES) & 1
     mbarrier.wait(k_ready.index(slot), phase)
-    scores = warpgroup_mma(_queries_of(queries, turn, PART), keys.index(slot).permute((1, 0)),
-                           gl.zeros([ROWS, BN], gl.float32, S), use_acc=False, is_async=True)  # fmt: skip
+    scores = warpgroup_mma(q, keys.index(slot).permute((1, 0)), gl.zeros([ROWS, BN], gl.float32, S), use_acc=False,
+                           is_async=True)  # fmt: skip
     mbarrier.wait(v_ready.index(before), phase_before)
     acc = warpgroup_mma(weights, values.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -216,8 +232,8 @@ def _block(queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count,
 
 
 @gluon.jit
-def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token, query_head,
-             out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready,
+def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head, out_token,
+             scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced,
              PART: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
              D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
              SINKS: gl.constexpr):  # fmt: skip
@@ -231,12 +247,12 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
     PIECES: gl.constexpr = BN // BLOCK_SIZE
     PIECE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    items = num_tiles * num_kv_heads
     count = 0
-    item = gl.program_id(0)
     round = 0
     turn = 0
-    _seq, head, first, begin, length, context = _tile_of(item, num_kv_heads, tiles, cu_seqlens, context_lens)
+    _seq, head, first, begin, length, context = _tile_of(
+        gl.program_id(0), num_kv_heads, tiles, cu_seqlens, context_lens
+    )
     _copy_queries(query, queries.index(2 * PART), first, begin, head, length, query_token, query_head, LINES, PART,
                   ROWS, GROUP, D)  # fmt: skip
     _queries_are_there()
@@ -245,13 +261,9 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
                            gl.zeros([ROWS, BN], gl.float32, S), use_acc=False, is_async=True)  # fmt: skip
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(0))
-    while item < items:
-        # The next tile's numbers and queries are under way before they are needed; behind the last one, any tile's.
-        item = _next_item(next_items, next_ready, round, WARPS)
+    while head >= 0:
+        next_head, next_first, next_begin, next_length, next_context = _announced(numbers, announced, round, WARPS)
         round += 1
-        _next_seq, next_head, next_first, next_begin, next_length, next_context = _tile_of(
-            gl.minimum(item, items - 1), num_kv_heads, tiles, cu_seqlens, context_lens
-        )
         # Not carried on from the tile before: Triton 3.6 takes such a variable for a constant of the loop.
         seen_by_all, blocks = _blocks_of(first, length, context, BM, BN, GROUP)
         rows = PART * ROWS + gl.arange(0, ROWS, layout=ROW)
@@ -268,18 +280,21 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_
         weights, most, total, _shrink = _weigh(scores, most, total, scale, cap, 0, position, S, True, CAPPED)
         weights = gl.convert_layout(_bfloat16(weights), P)
         count += 1
-        _copy_queries(query, queries.index(2 * PART + 1 - turn), next_first, next_begin, next_head, next_length,
-                      query_token, query_head, LINES, PART, ROWS, GROUP, D)  # fmt: skip
+        # Under way long before they are needed; behind the last tile, any tile's.
+        _copy_queries(query, queries.index(2 * PART + 1 - turn), next_first, next_begin, gl.maximum(next_head, 0),
+                      next_length, query_token, query_head, LINES, PART, ROWS, GROUP, D)  # fmt: skip
+        q = _queries_of(queries, turn, PART)
         for _ in range(1, seen_by_all):
             weights, most, total, acc = _block(
-                queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
-                scale, cap, 0, position, PART, S, A, BN, STAGES, False, CAPPED,
+                q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
+                scale, cap, 0, position, S, A, BN, STAGES, False, CAPPED,
             )  # fmt: skip
             count += 1
+        q = _queries_of(queries, turn, PART)
         for j in range(gl.maximum(1, seen_by_all), blocks):
             weights, most, total, acc = _block(
-                queries, turn, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
-                scale, cap, j * BN, position, PART, S, A, BN, STAGES, True, CAPPED,
+                q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, most, total, acc,
+                scale, cap, j * BN, position, S, A, BN, STAGES, True, CAPPED,
             )  # fmt: skip
             count += 1
         slot = (count - 1) % STAGES
@@ -366,22 +381,22 @@ def hopper_chunk_kernel(
         mbarrier.init(v_ready.index(slot), count=1)
         mbarrier.init(k_free.index(slot), count=2)
         mbarrier.init(v_free.index(slot), count=2)
-    next_items = gl.allocate_shared_memory(gl.int32, [STAGES + 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    next_ready = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    numbers = gl.allocate_shared_memory(gl.int32, [(STAGES + 2) * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES + 2):
-        mbarrier.init(next_ready.index(slot), count=1)
+        mbarrier.init(announced.index(slot), count=1)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token,
-                        query_head, out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready,
-                        v_free, next_ready, 0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
-            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_tiles, num_kv_heads, query_token,
-                        query_head, out_token, scale, cap, queries, keys, values, next_items, k_ready, k_free, v_ready,
-                        v_free, next_ready, 1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head,
+                        out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free,
+                        announced, 0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head,
+                        out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free,
+                        announced, 1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
             (_produce, (key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, counters, num_tiles,
-                        num_kv_heads, table_row, keys, values, next_items, k_ready, k_free, v_ready, v_free, next_ready,
+                        num_kv_heads, table_row, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced,
                         BM, BN, GROUP, D, BLOCK_SIZE, STAGES)),
         ],
         [4, 1],
