@@ -140,28 +140,24 @@ def _bfloat16(x):
 
 
 @gluon.jit
-def _lines(first, begin, head, length, token_step, head_step, LINES: gl.constexpr, PART: gl.constexpr,
+def _lines(tensor, first, begin, head, length, token_step, head_step, LINES: gl.constexpr, PART: gl.constexpr,
            ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):  # fmt: skip
-    """Offsets [ROWS, D] of a part's rows, and which of them there are."""
+    """Pointers [ROWS, D] to a part's rows, behind the chunk's end to its last token's, and which there are."""
     lines = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
-    index = first + lines // GROUP
-    heads = head * GROUP + lines % GROUP
-    tokens = (begin + index).to(gl.int64)
-    mask = (index < length)[:, None] & (d >= 0)[None, :]
-    return tokens[:, None] * token_step + heads[:, None] * head_step + d[None, :], mask
+    index = lines // GROUP
+    # From the tile's own first row on 32 bits are enough.
+    start = tensor + (begin + first).to(gl.int64) * token_step + head * GROUP * head_step
+    row = gl.minimum(index, length - 1 - first) * token_step + lines % GROUP * head_step
+    return start + (row[:, None] + d[None, :]), (index < length - first)[:, None] & (d >= 0)[None, :]
 
 
 @gluon.jit
 def _copy_queries(query, to, first, begin, head, length, token_step, head_step, LINES: gl.constexpr,
                   PART: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):  # fmt: skip
-    """Start to copy a part's rows; behind the chunk's end, its last token's."""
-    lines = PART * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
-    tokens = (begin + gl.minimum(first + lines // GROUP, length - 1)).to(gl.int64)
-    heads = head * GROUP + lines % GROUP
-    at = tokens[:, None] * token_step + heads[:, None] * head_step + d[None, :]
-    async_copy.async_copy_global_to_shared(to, query + at)
+    """Start to copy a part's rows."""
+    at, _mask = _lines(query, first, begin, head, length, token_step, head_step, LINES, PART, ROWS, GROUP, D)
+    async_copy.async_copy_global_to_shared(to, at)
     async_copy.commit_group()
 
 
@@ -323,8 +319,8 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, q
         inverse = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, A))
         staged = queries.index(2 * PART + turn)
         staged.store(_bfloat16(acc * inverse[:, None]))
-        at, mask = _lines(first, begin, head, length, out_token, D, LINES, PART, ROWS, GROUP, D)
-        gl.store(out + at, staged.load(LINES), mask=mask)
+        at, mask = _lines(out, first, begin, head, length, out_token, D, LINES, PART, ROWS, GROUP, D)
+        gl.store(at, staged.load(LINES), mask=mask)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(k_slot))
         head, first, begin, length, context = next_head, next_first, next_begin, next_length, next_context
