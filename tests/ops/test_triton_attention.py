@@ -82,6 +82,16 @@ def test_chunks_of_wide_heads_equal_the_reference(options: dict[str, Any]) -> No
     torch.testing.assert_close(run(case, 0, 4, lengths, contexts).cpu(), want, rtol=2**-6, atol=2e-2)
 
 
+def test_chunks_are_the_same_alone_and_in_company_again_and_again() -> None:
+    """More tiles than a GPU has programs at once, of one block of keys, two and more, whole and not."""
+    lengths = [2, 3] if INTERPRETING else [2, 300, 64, 65, 128, 129, 192, 256, 257, 511] * 6
+    contexts = [length + 13 * (i % 5) for i, length in enumerate(lengths)]
+    case = attention_case(lengths, contexts, **(SHAPE | {"head_dim": 128, "heads": 16, "kv_heads": 8}))
+    alone = [run(case, i, i + 1, [lengths[i]], [contexts[i]]) for i in range(len(lengths))]
+    for _ in range(1 if INTERPRETING else 20):
+        assert torch.equal(run(case, 0, len(lengths), lengths, contexts), torch.cat(alone))
+
+
 def test_one_sink_far_above_all_scores_leaves_nothing_and_one_far_below_changes_nothing() -> None:
     case = attention_case([1, 40], [70, 90], sinks=True, **SHAPE)
     got = {}
