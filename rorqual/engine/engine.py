@@ -37,6 +37,7 @@ from rorqual.engine.step_stats import StepStats
 from rorqual.engine.transfer import upload
 from rorqual.loader.checkpoint import Checkpoint
 from rorqual.loader.json_file import read_json_object
+from rorqual.ops.native.library import missing_on
 from rorqual.outputs import Logprob, RequestOutput, RequestTimes, StreamDelta
 from rorqual.platform import describe_device, keep_freed_memory, usable_cores
 from rorqual.sampling_params import SamplingParams
@@ -712,6 +713,7 @@ class Engine:
         stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.start_seconds.items())
         memory = self._runner.memory_summary()
         ranks = self._world.describe()
+        slow = missing_on(r.device)
         fixed = bytes_per_sequence(r.groups, block_size=r.block_size)
         each = f"{bytes_per_token(r.groups):,.6g} bytes per token" + (f" and {fixed:,} per sequence" if fixed else "")
         return "\n".join(
@@ -720,6 +722,7 @@ class Engine:
                 f"device   {describe_device(r.device)}, {str(r.dtype).removeprefix('torch.')}",
                 *([] if ranks is None else [f"ranks    {ranks}"]),
                 f"kernels  {'; '.join(f'{backend}: {names}' for backend, names in self._kernels_by_backend().items())}",
+                *([] if slow is None else [f"slow     {slow}"]),
                 f"weights  {r.weight_bytes / gib:.2f} GiB{random}, {' and '.join(r.weight_formats)}",
                 f"kv cache {r.kv_cache_bytes / gib:.2f} GiB: {blocks} blocks of {r.block_size} tokens "
                 f"({r.num_kv_tokens:,} tokens, {concurrency:.1f} sequences of {r.max_model_len:,}), {each}",

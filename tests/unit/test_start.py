@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from rorqual import LLM
+from rorqual.ops.native import library
+from rorqual.ops.native.library import using
 from tests.unit.tiny_gguf import smollm2_kinds, write_llama
 
 BEFORE_TORCH = """
@@ -65,6 +67,15 @@ def test_every_stage_of_the_start_is_told(model):
     with LLM(str(model), skip_tokenizer_init=True, num_kv_blocks=64, device="cpu", progress=False) as llm:
         assert list(llm.engine.start_seconds) == ["resolve", "open", "tokenizer", "import", "weights", "warm-up"]
         assert f"import {llm.engine.start_seconds['import']:.2f} s" in llm.engine.banner()
+
+
+def test_the_start_says_that_compiled_kernels_are_missing_and_what_to_do(model, monkeypatch):
+    with LLM(str(model), skip_tokenizer_init=True, num_kv_blocks=64, device="cpu", progress=False) as llm:
+        assert "\nslow " not in llm.engine.banner()
+        with using(None):
+            assert "\nslow     the compiled kernels are switched off\n" in llm.engine.banner()
+            monkeypatch.setattr(library, "usable_isas", tuple)
+            assert "\nslow     the compiled kernels were not built (installing again where" in llm.engine.banner()
 
 
 @pytest.mark.parametrize("was_on", [True, False])

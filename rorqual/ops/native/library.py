@@ -163,7 +163,14 @@ def missing() -> str | None:
     """Why there are no kernels, or None."""
     if kernels() is not None:
         return None
-    return "the compiled kernels are switched off" if usable_isas() else "the compiled kernels were not built"
+    if usable_isas():
+        return "the compiled kernels are switched off"
+    return "the compiled kernels were not built (installing again where there is a C compiler builds them)"
+
+
+def missing_on(device: torch.device) -> str | None:
+    """Why a model on this device goes without kernels that it could have, or None."""
+    return missing() if device.type == "cpu" else None
 
 
 _SHARED_FROM = 1 << 14
