@@ -322,12 +322,11 @@ class ModelRunner:
             exchange=exchange or (None if self._world.mesh.ep is None else ExchangeSize(count, fixed=False)),
         )
 
-    @torch.inference_mode()
     def run_idle(self, exchange: ExchangeSize) -> None:
         """Take part in a step of other replicas, with a token that is written nowhere."""
         self.hidden_states(self._idle_batch((1,), exchange))
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # others than a step call it too; what only steps call is in this mode already
     def run(self, batch: Batch) -> torch.Tensor:
         """Compute a batch, write its keys and values, and return the wanted logits [num_rows, vocab_size]."""
         return self.compute_logits(self.hidden_states(batch))

@@ -19,7 +19,7 @@ from rorqual.ops.decoder_blocks import (
     decoder_layers,
     gated_mlp_block,
 )
-from rorqual.ops.native.library import Operand, kernels, missing
+from rorqual.ops.native.library import Operand, kernels, missing, threads_for
 from rorqual.ops.native.linear import laid_out
 from rorqual.ops.native.rope import INTERLEAVED
 from rorqual.ops.native.store_kvcache import refuse_layout
@@ -185,9 +185,10 @@ def _plan_of(block: AttentionBlock | GatedMLPBlock, cache: LayerKV | None) -> _P
 def _plan_of_layers(layers: DecoderLayers, caches: tuple[LayerKV, ...]) -> _Plan:
     """The plan of all layers, made anew if their caches or the kernels are others."""
     found = kernels()
+    isa = found and found.isa
     plan: _Plan | None = layers.prepared.get("native")
-    if plan is None or plan.made_of[0] is not caches or plan.made_of[1] != (found and found.isa):
-        plan = layers.prepared["native"] = _make_plan_of_layers((caches, found and found.isa), layers, caches)
+    if plan is None or plan.made_of[0] is not caches or plan.made_of[1] != isa:
+        plan = layers.prepared["native"] = _make_plan_of_layers((caches, isa), layers, caches)
     return plan
 
 
@@ -333,6 +334,7 @@ def decoder_layers_native(
         len(caches),
         norm.weight.data_ptr(),
         norm.eps,
+        threads_for(hidden.numel()),
         ctypes.addressof(steps),
         hidden.data_ptr(),
         out.data_ptr(),

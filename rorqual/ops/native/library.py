@@ -45,7 +45,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "store_kvcache": [*[c_void_p, c_int64, c_int64] * 2, *[c_void_p] * 3, *[c_int64] * 4, c_int],
     "attention_block": [c_void_p, c_void_p, c_int64, *[c_void_p] * 4],
     "gated_mlp_block": [*[c_void_p] * 5, c_int64, c_int],
-    "decoder_layers": [c_void_p, c_int64, c_void_p, c_float, *[c_void_p] * 4],
+    "decoder_layers": [c_void_p, c_int64, c_void_p, c_float, c_int, *[c_void_p] * 4],
     "fused_experts": [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int, *[c_int64] * 2, c_void_p, c_int],
     "sparse_moe_block": [*[c_void_p] * 5, c_int64, c_int],
     "route_softmax": [c_void_p, *[c_int64] * 4, c_int, *[c_void_p] * 2, c_int],

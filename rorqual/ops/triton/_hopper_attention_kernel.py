@@ -45,7 +45,7 @@ def _blocks_of(first, length, context, BM: gl.constexpr, BN: gl.constexpr, GROUP
 
 @gluon.jit
 def _announce(numbers, ready, round, tile):
-    """Say what the tile of a round is: its head, first query, first token, length and context; -1 for none."""
+    """Say what the tile behind a round's is: its head, or -1 for none, first query, first token, length and context."""
     SLOTS: gl.constexpr = ready.shape[0]
     NUMBERS: gl.constexpr = numbers.shape[0] // SLOTS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -282,16 +282,15 @@ typedef struct {
     int64_t rotary_rows;
 } decoder_layer_t;
 
-// One layer after the other, then a norm; `steps` by cache group. out and sum are where the stream lies behind each of
-// them: a layer reads both before it writes. Returns what the attention block that fails returns, or 1 where there is
-// no memory.
-int ISA(decoder_layers)(const decoder_layer_t *layers, int64_t count, const bf16 *norm, float eps,
+// One layer after the other, then a norm by so many threads; `steps` by cache group. out and sum are where the stream
+// lies behind each of them: a layer reads both before it writes. Returns what the attention block that fails returns,
+// or 1 where there is no memory.
+int ISA(decoder_layers)(const decoder_layer_t *layers, int64_t count, const bf16 *norm, float eps, int threads,
                         const step_t *const *steps, const bf16 *hidden, bf16 *out, bf16 *sum) {
     const bf16 *stream = hidden, *residual = NULL;
-    const int64_t size = layers->attention->hidden_size;
-    const step_t *step = NULL;
+    const int64_t size = layers->attention->hidden_size, tokens = steps[layers->group]->tokens;
     for (const decoder_layer_t *layer = layers; layer < layers + count; layer++) {
-        step = steps[layer->group];
+        const step_t *step = steps[layer->group];
         int failed = ISA(attention_block)(layer->attention, step, layer->rotary_rows, stream, residual, out, sum);
         if (failed) return failed;
         residual = residual ? sum : hidden;
@@ -300,7 +299,6 @@ int ISA(decoder_layers)(const decoder_layer_t *layers, int64_t count, const bf16
         stream = out;
         residual = sum;
     }
-    const int threads = step->tokens * size < SHARED_FROM ? 1 : (int)step->threads;
-    ISA(rms_norm)(out, size, 0, sum, size, norm, out, sum, step->tokens, 1, size, eps, threads);
+    ISA(rms_norm)(out, size, 0, sum, size, norm, out, sum, tokens, 1, size, eps, threads);
     return 0;
 }

@@ -1,7 +1,5 @@
 // What a decoder does between its products, in bfloat16 with float32 inside. Rows are shared between threads.
 
-#define SHARED_FROM (1 << 14)  // values that are worth waking a second thread for
-
 typedef struct {
     const bf16 *x, *residual, *weight;  // residual may be NULL
     bf16 *out, *sum;
