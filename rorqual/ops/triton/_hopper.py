@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 
-def boxes(rows: torch.Tensor, height: int, width: int) -> Any:
-    """A matrix of 16-bit values as TMA reads it: boxes of so many rows and columns, 64 of which it stores at a time."""
+def boxes(values: torch.Tensor, *box: int) -> Any:
+    """A tensor of 16-bit values as TMA copies it: in boxes, which lie in shared memory 64 columns after 64."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [height, width], _layout())
+    return TensorDescriptor(values, [*values.shape], [*values.stride()], [*box], _layout(values.ndim))
 
 
 @functools.cache
-def _layout() -> Any:
+def _layout(rank: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 @functools.cache

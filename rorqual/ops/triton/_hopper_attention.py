@@ -36,6 +36,7 @@ def takes_chunks(
         query.dtype == key_cache.dtype == torch.bfloat16
         and dims in (64, 128)
         and _is_power_of_two(num_heads // num_kv_heads)
+        and num_heads // num_kv_heads <= HOPPER_TILE["BM"] // 2
         and _is_power_of_two(block_size)
         and 8 <= block_size <= HOPPER_TILE["BN"]
         and scale > 0
@@ -74,6 +75,7 @@ def attend_chunks(
         tiles,
         arrivals(query.device),
         out,
+        _tiles(out, num_kv_heads),
         len(tiles),
         num_kv_heads,
         *query.stride()[:2],
@@ -98,6 +100,12 @@ def _rows(cache: torch.Tensor) -> Any:
         rows = cache.detach().transpose(1, 2).view(-1, cache.shape[3])
         _described[cache] = boxes(rows, cache.shape[1], BOX_COLUMNS)
     return _described[cache]
+
+
+def _tiles(out: torch.Tensor, num_kv_heads: int) -> Any:
+    """Answers as TMA stores them: half of a tile, which is tokens' heads of one KV head."""
+    group = out.shape[1] // num_kv_heads
+    return boxes(out, HOPPER_TILE["BM"] // 2 // group, group, out.shape[2])
 
 
 def _is_power_of_two(number: int) -> bool:

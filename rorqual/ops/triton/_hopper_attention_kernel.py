@@ -228,8 +228,8 @@ def _block(q, keys, values, k_ready, k_free, v_ready, v_free, count, weights, mo
 
 
 @gluon.jit
-def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head, out_token,
-             scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced,
+def _consume(query, sinks, out, out_tiles, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head,
+             out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced,
              PART: gl.constexpr, BM: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
              D: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
              SINKS: gl.constexpr):  # fmt: skip
@@ -243,6 +243,7 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, q
     PIECES: gl.constexpr = BN // BLOCK_SIZE
     PIECE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    tiles_of_out = queries._reinterpret(out.dtype.element_ty, [4, ROWS // GROUP, GROUP, D], out_tiles.layout)
     count = 0
     round = 0
     turn = 0
@@ -276,7 +277,10 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, q
         weights, most, total, _shrink = _weigh(scores, most, total, scale, cap, 0, position, S, True, CAPPED)
         weights = gl.convert_layout(_bfloat16(weights), P)
         count += 1
-        # Under way long before they are needed; behind the last tile, any tile's.
+        # Under way long before they are needed; behind the last tile, any tile's. They come to where the answer of the
+        # tile before was, which TMA has long read.
+        tma.store_wait(0)
+        gl.thread_barrier()
         _copy_queries(query, queries.index(2 * PART + 1 - turn), next_first, next_begin, gl.maximum(next_head, 0),
                       next_length, query_token, query_head, LINES, PART, ROWS, GROUP, D)  # fmt: skip
         q = _queries_of(queries, turn, PART)
@@ -319,12 +323,19 @@ def _consume(query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, q
         inverse = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, A))
         staged = queries.index(2 * PART + turn)
         staged.store(_bfloat16(acc * inverse[:, None]))
-        at, mask = _lines(out, first, begin, head, length, out_token, D, LINES, PART, ROWS, GROUP, D)
-        gl.store(at, staged.load(LINES), mask=mask)
+        if first + BM // GROUP <= length:  # all rows are there
+            fence_async_shared()
+            gl.thread_barrier()
+            token = begin + first + PART * (ROWS // GROUP)
+            tma.async_copy_shared_to_global(out_tiles, [token, head * GROUP, 0], tiles_of_out.index(2 * PART + turn))
+        else:
+            at, mask = _lines(out, first, begin, head, length, out_token, D, LINES, PART, ROWS, GROUP, D)
+            gl.store(at, staged.load(LINES), mask=mask)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(k_slot))
         head, first, begin, length, context = next_head, next_first, next_begin, next_length, next_context
         turn = 1 - turn
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["table_row", "num_tiles", "num_kv_heads"])
@@ -339,6 +350,7 @@ def hopper_chunk_kernel(
     tiles,
     counters,
     out,
+    out_tiles,
     num_tiles,
     num_kv_heads,
     query_token,
@@ -362,6 +374,7 @@ def hopper_chunk_kernel(
     and after the launch.
 
     key_cache, value_cache: descriptors of [rows, D], boxes of [BLOCK_SIZE, 64]; a block's head is BLOCK_SIZE rows.
+    out_tiles: one of out [tokens, heads, D], boxes of the rows of half a tile: [BM / 2 / GROUP, GROUP, D].
     """
     ROWS: gl.constexpr = BM // 2
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -385,12 +398,12 @@ def hopper_chunk_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head,
-                        out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free,
-                        announced, 0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
-            (_consume, (query, sinks, out, context_lens, cu_seqlens, tiles, num_kv_heads, query_token, query_head,
-                        out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready, v_free,
-                        announced, 1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+            (_consume, (query, sinks, out, out_tiles, context_lens, cu_seqlens, tiles, num_kv_heads, query_token,
+                        query_head, out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready,
+                        v_free, announced, 0, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
+            (_consume, (query, sinks, out, out_tiles, context_lens, cu_seqlens, tiles, num_kv_heads, query_token,
+                        query_head, out_token, scale, cap, queries, keys, values, numbers, k_ready, k_free, v_ready,
+                        v_free, announced, 1, BM, ROWS, BN, GROUP, D, BLOCK_SIZE, STAGES, CAPPED, SINKS)),
             (_produce, (key_cache, value_cache, block_tables, context_lens, cu_seqlens, tiles, counters, num_tiles,
                         num_kv_heads, table_row, keys, values, numbers, k_ready, k_free, v_ready, v_free, announced,
                         BM, BN, GROUP, D, BLOCK_SIZE, STAGES)),
